@@ -1,0 +1,3 @@
+"""tinyvllm: batch inference for Llama-family language models from the command line."""
+
+__version__ = "0.1.0"

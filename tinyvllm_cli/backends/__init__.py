@@ -1,0 +1,1 @@
+"""What computes: one seam (base.py), one folder per kind of device."""

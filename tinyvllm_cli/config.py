@@ -1,0 +1,57 @@
+"""What a model is and how an engine runs it: frozen, checked in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+BLOCK_SIZE = 16  # tokens of a KV block
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al., RoFormer, 2021), with the scalings of Llama models."""
+
+    theta: float = 10_000.0
+    type: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position: int = 8192  # llama3
+    freq_factors: tuple[float, ...] | None = None  # GGUF's rope_freqs.weight [head_dim / 2]: inv_freq is divided by it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder of the Llama family, whatever file it came from."""
+
+    architecture: str  # as the file names it, e.g. LlamaForCausalLM
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int  # rows of the embedding; may exceed the tokenizer's
+    max_position: int  # the context the model was made for
+    rms_norm_eps: float
+    rope: RopeConfig
+    tied_head: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k before RoPE (Qwen3)
+    dtype: DtypeName = "float32"  # of the stored weights; float32 for quantized files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How much runs at once. Nothing here changes an answer, except max_model_len where it cuts one."""
+
+    slots: int = 32
+    max_model_len: int | None = None  # None: the model's, or what fits
+    max_batch_tokens: int = 512
+    dtype: DtypeName = "float32"
+    threads: int | None = None  # None: the CPUs this process may use
+    seed: int = 0  # of the run; requests without their own derive theirs from it

@@ -1,0 +1,208 @@
+"""Every type that crosses a module border, in the field's own words. All are frozen except Sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tinyvllm_cli.errors import FailureType
+
+I32: TypeAlias = npt.NDArray[np.int32]
+F32: TypeAlias = npt.NDArray[np.float32]
+
+DEFAULT_MAX_TOKENS = 512
+GREEDY_BELOW = 1e-5  # a temperature under this is greedy
+
+
+# ---------------------------------------------------------------- requests and answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The answer fields of a request, checked where they enter; ranges and defaults are those of docs/lines.md."""
+
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None  # None: derived from the run's seed and the request (engine/sampling.py)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat turn. A content given as text parts is joined before it gets here."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One line of the input: exactly one of prompt, messages and prompt_token_ids is not None."""
+
+    request_id: int  # unique in an engine; in a run the index of the line, counted from 0
+    custom_id: str | int
+    line: int | None = None  # physical line in the input, from 1
+    has_own_id: bool = True  # False: custom_id was made from the line's number, and seeds must not depend on it
+    prompt: str | None = None
+    messages: tuple[Message, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    raw: bool = False  # the prompt as it is, without chat template
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
+    params: SamplingParams = SamplingParams()
+    metadata_json: bytes | None = None  # the JSON text of the line's metadata, copied to the answer; None: it has none
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer to a request."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]  # every id made: EOS and stop text included
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Seconds on a monotonic clock; arrival is when the request is tokenized and joins the queue."""
+
+    queue_s: float  # arrival to the first slot
+    ttft_s: float | None  # arrival to the first token; None where no token was made
+    decode_s: float | None  # first token to last
+    e2e_s: float  # arrival to the last token
+    tokens_per_s: float  # completion tokens / (e2e_s - queue_s); 0 where no token was made
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request has no answer."""
+
+    type: FailureType
+    message: str
+    field: str | None = None
+    detail: str | None = None  # the traceback of an internal error: for the run record, never for the output line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A finished request: either choices and usage, or a failure. Also what a reader yields for a line it refuses."""
+
+    request_id: int
+    custom_id: str | int
+    line: int | None = None
+    choices: tuple[Choice, ...] = ()
+    usage: Usage | None = None
+    stats: Stats | None = None
+    error: Failure | None = None
+    metadata_json: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of an unfinished request, with the text that is certain to stay."""
+
+    request_id: int
+    index: int  # of the choice
+    token_ids: tuple[int, ...]
+    text: str
+
+
+Event: TypeAlias = Delta | Completion
+
+
+# ---------------------------------------------------------------- the seam (backends/base.py says how these are used)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a backend can hold. Block 0 is the null block: num_blocks counts it, nobody owns it."""
+
+    num_blocks: int
+    block_size: int
+    max_batch_tokens: int
+    max_slots: int
+    max_seq_len: int
+    vocab_size: int
+    max_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOptions:
+    """How tokens are drawn for the sequence in a slot."""
+
+    temperature: float = 0.0  # below GREEDY_BELOW: greedy
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64 bits
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_ids: tuple[int, ...] = ()  # EOS and stop ids: masked at positions before min_position
+    min_position: int = 0  # first position at which one of stop_ids may stand
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: S sequences, T new tokens, R rows to sample, B the widest block table. Host arrays only.
+
+    The position of row t of sequence s is num_computed[s] + t - query_start_loc[s]; nothing else about positions
+    crosses the seam, and there is no prefill flag: prefill, a chunk of it and decode differ in query_start_loc only.
+    """
+
+    query_start_loc: I32  # [S + 1]
+    slots: I32  # [S]
+    block_tables: I32  # [S, B]; 0 = null block
+    num_computed: I32  # [S] tokens whose KV is in place before this step; -1 = as the device has counted
+    token_ids: I32  # [T]; -1 = what the token table holds at (slot, position)
+    logits_indices: I32  # [R] rows of T; may repeat; R may be 0
+    sample_slots: I32  # [R] slot whose options apply and whose table gets the token at position + 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    token_ids: I32  # [repeat, R], repeat = 1 until repeated steps land; -1 = NaN in the logits, -2 = nothing allowed
+
+
+# ---------------------------------------------------------------- the batcher's own
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request under way. Owned and changed by the batcher alone; compared by identity, never by slot."""
+
+    request: Request
+    token_ids: list[int]  # the prompt, then every token that was read back
+    prompt_len: int
+    max_len: int  # prompt_len + the tokens it may make
+    options: SlotOptions
+    slot: int | None = None
+    block_table: list[int] = field(default_factory=list)
+    num_computed: int = 0  # tokens whose KV is in place once every enqueued step has run
+    num_sampled: int = 0  # tokens drawn once every enqueued step has run; those not yet read back are in flight
+    finished: bool = False
+
+    @property
+    def num_output(self) -> int:
+        """Tokens made and read back."""
+        return len(self.token_ids) - self.prompt_len
