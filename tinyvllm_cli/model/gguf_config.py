@@ -1,0 +1,119 @@
+"""The shape of a model from the metadata of its GGUF file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tinyvllm_cli.config import DtypeName, ModelConfig, RopeConfig
+from tinyvllm_cli.errors import ModelError
+from tinyvllm_cli.model.shape_check import checked
+from tinyvllm_cli.model.weights.gguf import GGUFFile
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later keep their RoPE scaling in this tensor
+STORED: dict[str, DtypeName] = {"F16": "float16", "BF16": "bfloat16"}
+
+
+def gguf_config(file: GGUFFile) -> ModelConfig:
+    """ModelError for an architecture or RoPE scaling that is not supported and for metadata that makes no model."""
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        raise ModelError(f"{file.path}: architecture {architecture!r}, wanted one of {', '.join(ARCHITECTURES)}")
+    meta = _Metadata(file, architecture)
+    _refuse_unsupported(meta)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{file.path}: tensor token_embd.weight is missing: a file of a vocabulary, not of a model")
+    hidden, heads = meta.integer("embedding_length"), meta.integer("attention.head_count")
+    head_dim = meta.integer("attention.key_length", hidden // max(heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if meta.integer(key, head_dim) != head_dim:
+            raise ModelError(f"{file.path}: {key} is {meta.integer(key)}, wanted the head size {head_dim}")
+    config = ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden,
+        intermediate_size=meta.integer("feed_forward_length"),
+        num_layers=meta.integer("block_count"),
+        num_heads=heads,
+        num_kv_heads=meta.integer("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        vocab_size=embedding.shape[0],
+        max_position=meta.integer("context_length"),
+        rms_norm_eps=meta.number("attention.layer_norm_rms_epsilon"),
+        rope=_rope(meta),
+        tied_head="output.weight" not in file.tensors,
+        qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        qk_norm=architecture == "qwen3",
+        dtype="float32" if gguf_quantization(file) else STORED.get(embedding.type, "float32"),
+    )
+    return checked(config, file.path)
+
+
+def gguf_quantization(file: GGUFFile) -> str | None:
+    """The quantized type that most bytes are of, None where no tensor is quantized."""
+    nbytes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        nbytes[tensor.type] = nbytes.get(tensor.type, 0) + tensor.nbytes
+    quantized = {type: n for type, n in nbytes.items() if type not in STORED and type != "F32"}
+    return max(quantized, key=lambda type: quantized[type]) if quantized else None
+
+
+def _refuse_unsupported(meta: _Metadata) -> None:
+    if meta.integer("expert_count", 0):
+        raise ModelError(f"{meta.file.path}: a mixture of {meta.integer('expert_count')} experts, wanted a dense model")
+    window, context = meta.integer("attention.sliding_window", 0), meta.integer("context_length")
+    if 0 < window < context:
+        raise ModelError(f"{meta.file.path}: sliding-window attention over {window} tokens is not supported")
+
+
+def _rope(meta: _Metadata) -> RopeConfig:
+    factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
+    # Files from before rope.scaling.type have the factor of linear scaling alone.
+    type = meta.get("rope.scaling.type", "none" if factor == 1.0 else "linear")
+    if not isinstance(type, str) or type not in ("none", "linear"):
+        raise ModelError(f"{meta.file.path}: RoPE scaling {type!r}, wanted none, linear or a tensor {ROPE_FACTORS}")
+    theta, factors = meta.number("rope.freq_base", 10_000.0), _freq_factors(meta.file)
+    if type == "none":
+        return RopeConfig(theta, freq_factors=factors)
+    return RopeConfig(theta, "linear", factor, freq_factors=factors)
+
+
+def _freq_factors(file: GGUFFile) -> tuple[float, ...] | None:
+    tensor = file.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return None
+    if tensor.type != "F32":
+        raise ModelError(f"{file.path}: tensor {ROPE_FACTORS} has type {tensor.type}, wanted F32")
+    return tuple(file.data(ROPE_FACTORS).view("<f4").tolist())
+
+
+class _Metadata:
+    """The metadata of one architecture, with its types checked."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self.file, self.architecture = file, architecture
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.file.metadata.get(f"{self.architecture}.{key}", default)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()  # one number a layer, all the same
+        if type(value) is not int:
+            raise self.error(key, value, "an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if type(value) not in (int, float):
+            raise self.error(key, value, "a number")
+        return float(value)
+
+    def error(self, key: str, value: Any, wanted: str) -> ModelError:
+        found = "is missing" if value is None else f"is {value!r}"[:80]
+        return ModelError(f"{self.file.path}: metadata {self.architecture}.{key} {found}, wanted {wanted}")
