@@ -1,0 +1,1 @@
+"""Text in and out of token ids: tokenizer, chat template, incremental decoding, stop strings."""

@@ -1,0 +1,171 @@
+"""The text side of one model, all that an engine knows of text: requests to ids, ids to answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tinyvllm_cli.errors import ModelError, RequestError
+from tinyvllm_cli.text.chat_template import ChatTemplate
+from tinyvllm_cli.text.control_words import ControlWords
+from tinyvllm_cli.text.detokenizer import Detokenizer
+from tinyvllm_cli.text.reasoning import OPEN, ThoughtSplitter, ends_inside_thought
+from tinyvllm_cli.text.stops import StopFinder
+from tinyvllm_cli.text.tokenizer import Tokenizer
+from tinyvllm_cli.types import Message, Request, SamplingParams
+
+_THOUGHT_TAIL = 16  # ids at a prompt's end that may spell "<think>" and white space
+
+
+class TextCodec:
+    """Turns requests into prompt ids, and generated ids into text.
+
+    template: None where the model has none. system: what a templated prompt or conversation without a system turn
+    starts with; ModelError where there is no template to put it in.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, system: str | None = None) -> None:
+        if system is not None and template is None:
+            raise ModelError("a system message needs a chat template, and the model has none")
+        self.tokenizer = tokenizer
+        self.template = template
+        self._system = None if system is None else Message("system", system)
+        self._control_words = ControlWords(tokenizer)
+
+    @property
+    def size(self) -> int:
+        """Ids below it exist."""
+        return self.tokenizer.size
+
+    def describe_prompts(self) -> str:
+        """How a plain prompt is given to the model."""
+        if self.template is None:
+            return "prompts are given as they are (the model has no chat template)"
+        return "each prompt becomes one user message of the model's chat template"
+
+    def encode(self, request: Request) -> list[int]:
+        """The ids of a prompt.
+
+        Raises RequestError: empty_prompt, invalid_token_id, invalid_value, template_error.
+        """
+        params = request.params
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", (id for id, _ in params.logit_bias))
+        if request.continue_final_message and request.messages is None:
+            message = "continue_final_message needs messages, the last of them from the assistant"
+            raise RequestError("invalid_value", message, "continue_final_message")
+        ids = self._encode_prompt(request)
+        if not ids:
+            raise RequestError("empty_prompt", "the prompt has no tokens", _prompt_field(request))
+        return ids
+
+    def answer(self, request: Request, prompt_ids: Sequence[int]) -> Answer:
+        """A fresh answer to a prompt that encode() gave."""
+        tail = self.tokenizer.decode(prompt_ids[-_THOUGHT_TAIL:], skip_special=False)
+        in_thought = tail.rstrip().endswith(OPEN)
+        if request.continue_final_message and request.messages:
+            in_thought = ends_inside_thought(request.messages[-1].content)
+        return Answer(self.tokenizer, request.params, in_thought=in_thought)
+
+    def _encode_prompt(self, request: Request) -> list[int]:
+        if request.prompt_token_ids is not None:
+            self._check_ids("prompt_token_ids", request.prompt_token_ids)
+            return list(request.prompt_token_ids)
+        if request.messages is not None:
+            return self._encode_messages(request, request.messages)
+        prompt = request.prompt or ""
+        if self.template is None or request.raw:
+            return self.tokenizer.encode(prompt, add_bos=True)
+        return self._encode_messages(request, (Message("user", prompt),))
+
+    def _encode_messages(self, request: Request, messages: Sequence[Message]) -> list[int]:
+        if not messages:
+            raise RequestError("empty_prompt", "messages is empty, wanted at least one message", "messages")
+        if self.template is None:
+            message = "messages need a chat template and the model has none: give a prompt, or take a chat model"
+            raise RequestError("template_error", message, "messages")
+        _check_last(messages, request.continue_final_message)
+        if self._system is not None and all(message.role != "system" for message in messages):
+            messages = (self._system, *messages)
+        messages, mark = self._control_words.mark(messages, self.template)
+        rendered = self.template.render(
+            messages, continue_final_message=request.continue_final_message, kwargs=request.chat_template_kwargs
+        )
+        return self._control_words.encode(rendered, mark)
+
+    def _check_ids(self, field: str, ids: Iterable[int]) -> None:
+        for id in ids:
+            if not 0 <= id < self.size:
+                message = f"{field} has {id}, wanted ids from 0 to {self.size - 1}"
+                raise RequestError("invalid_token_id", message, field)
+
+
+class Answer:
+    """The text of one answer while its ids come in.
+
+    The ids become text, a leading thought goes to `reasoning`, and stop strings are looked for in what is left: a stop
+    string inside a thought is none. They count once min_tokens ids were pushed, then also where they began before.
+
+    stopped_by: the stop string that ended the answer, set by push() or finish(). text and reasoning are complete after
+    finish() or once stopped_by is set.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, in_thought: bool = False) -> None:
+        self.text = ""
+        self._params = params
+        self._num_pushed = 0
+        self._num_shown = 0  # characters of text
+        self._detokenizer = Detokenizer(tokenizer.token_bytes)
+        self._thoughts = ThoughtSplitter(inside=in_thought)
+        self._stops = StopFinder(params.stop, include=params.include_stop_str_in_output)
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._stops.matched
+
+    @property
+    def reasoning(self) -> str | None:
+        return self._thoughts.reasoning
+
+    def push(self, token_id: int) -> str:
+        """Text that is certain now; '' while it is held back. Nothing that was given is ever taken back."""
+        self._num_pushed += 1
+        # A stop id comes here only if it is to be seen, so it shows even where it is a control word.
+        piece = self._detokenizer.push(token_id, skip_special=token_id not in self._params.stop_token_ids)
+        return self._advance(self._thoughts.push(piece))
+
+    def finish(self) -> str:
+        """What was held back, now that no more ids come: '' after a stop string."""
+        rest = self._thoughts.push(self._detokenizer.finish())
+        shown = self._advance(rest + self._thoughts.finish())
+        self.text += self._stops.finish()
+        return shown + self._unseen()
+
+    def _advance(self, visible: str) -> str:
+        if self._thoughts.inside:  # all that was visible so far is the white space before the thought
+            self._stops.clear()
+            self.text = ""
+            return ""
+        self.text += self._stops.push(visible, counts=self._num_pushed >= self._params.min_tokens)
+        if self._thoughts.undecided and self.stopped_by is None:
+            return ""
+        return self._unseen()
+
+    def _unseen(self) -> str:
+        start, self._num_shown = self._num_shown, len(self.text)
+        return self.text[start:]
+
+
+def _check_last(messages: Sequence[Message], continue_final: bool) -> None:
+    """The last message is the user's to answer, or the assistant's to continue."""
+    from_assistant = messages[-1].role == "assistant"
+    if from_assistant and not continue_final:
+        message = "the last message is from the assistant: set continue_final_message: true to continue it"
+        raise RequestError("invalid_value", message, "messages")
+    if continue_final and not from_assistant:
+        message = f"continue_final_message continues the assistant, but the last message is from {messages[-1].role}"
+        raise RequestError("invalid_value", message, "continue_final_message")
+
+
+def _prompt_field(request: Request) -> str:
+    fields = {"prompt_token_ids": request.prompt_token_ids, "messages": request.messages}
+    return next((name for name, value in fields.items() if value is not None), "prompt")
