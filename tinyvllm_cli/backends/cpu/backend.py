@@ -1,0 +1,127 @@
+"""The NumPy backend: the seam of backends/base.py over the CPU's ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from tinyvllm_cli.backends.cpu import ops
+from tinyvllm_cli.backends.cpu.gemm import Device
+from tinyvllm_cli.backends.cpu.kv import KVCache, pool_size
+from tinyvllm_cli.backends.cpu.machine import available_cpus
+from tinyvllm_cli.backends.cpu.rows import Rows, resolve_rows
+from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, ModelConfig
+from tinyvllm_cli.model.llama import forward
+from tinyvllm_cli.model.parameters import collect_parameters
+from tinyvllm_cli.model.rope import rope_tables
+from tinyvllm_cli.model.weights.layout import iter_weights
+from tinyvllm_cli.model.weights.source import TensorSource
+from tinyvllm_cli.types import F32, I32, Batch, Limits, SlotOptions, StepOutput
+
+ROUNDED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that ran when it was enqueued: the CPU has nothing to run it beside."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        return self.output
+
+
+class CpuBackend:
+    """A model on the CPU, float32 arithmetic throughout (backends/base.py is the contract)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: TensorSource,
+        engine: EngineConfig,
+        *,
+        tokenizer_size: int,
+        num_blocks: int | None = None,
+        max_in_flight: int = 1,
+    ) -> None:
+        """Load the weights and take the KV pool.
+
+        tokenizer_size: ids from here on are padding and never come out. num_blocks: None is what fits into half of the
+        memory that is free once the weights are in place. max_in_flight: steps the engine may enqueue before it reads.
+        ModelError where no sequence fits.
+        """
+        self._eps = config.rms_norm_eps
+        self._num_ids = min(tokenizer_size, config.vocab_size)
+        self._parameters = collect_parameters(iter_weights(config, tensors), lambda array: _place(array, engine.dtype))
+        num_blocks, max_seq_len = pool_size(config, engine, num_blocks)
+        self._limits = Limits(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_batch_tokens=engine.max_batch_tokens,
+            max_slots=engine.slots,
+            max_seq_len=max_seq_len,
+            vocab_size=config.vocab_size,
+            max_in_flight=max_in_flight,
+        )
+        self._cache = KVCache(config, num_blocks)
+        self._rope = rope_tables(config.rope, config.head_dim, max_seq_len)
+        self._token_table = np.zeros((engine.slots, max_seq_len), np.int32)
+        self._counted = np.zeros(engine.slots, np.int32)  # tokens of each slot whose K and V are in place
+        self._options = [SlotOptions()] * engine.slots
+        self._device = Device(engine.threads or available_cpus())
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def bind(self, slot: int, token_ids: Seq[int] | I32, options: SlotOptions) -> None:
+        known = np.asarray(token_ids, np.int32)
+        if known.size and not 0 <= known.min() <= known.max() < self._limits.vocab_size:
+            raise ValueError(f"token ids of slot {slot} are not in the vocabulary")
+        self._token_table[slot, : len(known)] = known
+        self._counted[slot] = 0
+        self._options[slot] = options
+
+    def step(self, batch: Batch) -> Done:
+        rows, logits = self._forward(batch)
+        options = [self._options[slot] for slot in batch.sample_slots.tolist()]
+        positions = rows.positions[rows.logits_indices] + 1
+        token_ids = ops.sample(logits, options, positions, self._num_ids)
+        fits = positions < self._limits.max_seq_len  # the last token of a full context is read, never fed
+        self._token_table[batch.sample_slots[fits], positions[fits]] = token_ids[fits]
+        return Done(StepOutput(token_ids[None]))
+
+    def logits(self, batch: Batch) -> F32:
+        return np.ascontiguousarray(self._forward(batch)[1])
+
+    def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
+        self._cache.copy(pairs)
+
+    def close(self) -> None:
+        self._device.close()
+        for name in ("_parameters", "_cache", "_token_table", "_rope"):
+            vars(self).pop(name, None)
+
+    def _forward(self, batch: Batch) -> tuple[Rows, F32]:
+        """Write tokens, K and V of all rows; the logits of the sampled ones."""
+        rows = resolve_rows(batch, self._limits, self._token_table, self._counted)
+        num_rows = np.diff(batch.query_start_loc)
+        self._token_table[np.repeat(batch.slots, num_rows), rows.positions] = rows.token_ids
+        computed = np.where(batch.num_computed < 0, self._counted[batch.slots], batch.num_computed)
+        self._counted[batch.slots] = computed + num_rows
+        with self._device.running(len(rows.positions)):
+            logits = forward(ops, self._device, self._parameters, self._cache, rows, eps=self._eps, rope=self._rope)
+        return rows, logits
+
+
+def _place(array: npt.NDArray[Any], dtype: DtypeName) -> F32:
+    """A weight in float32, rounded to the dtype asked for; one that is float32 already stays where it lies (mapped)."""
+    if dtype in ROUNDED:
+        with np.errstate(over="ignore"):  # an infinity shows in the logits
+            array = array.astype(ROUNDED[dtype])
+    return np.ascontiguousarray(array, np.float32)
