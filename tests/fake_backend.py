@@ -1,0 +1,233 @@
+"""A backend without a model: scripted tokens, a virtual clock, and every use of the seam checked by its own books.
+
+It keeps for each (block, offset) of the pool who wrote it, at which position and from which token, and for each slot
+the token table. A row may attend only to KV of its own sequence that stands where the block table says.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tinyvllm_cli.errors import RequestError
+from tinyvllm_cli.types import Batch, Limits, Request, SamplingParams, SlotOptions, StepOutput
+
+UNWRITTEN = -9  # in the token table
+NextToken = Callable[[tuple[int, ...], SlotOptions], int]  # tokens at positions 0..p -> the token at p + 1
+
+
+def limits(**changes: int) -> Limits:
+    """Small limits with some changed; room for every slot's longest sequence where num_blocks is not given."""
+    sizes = {"block_size": 4, "max_batch_tokens": 16, "max_slots": 4, "max_seq_len": 64}
+    sizes |= {"vocab_size": 50, "max_in_flight": 1} | changes
+    enough = 1 + sizes["max_slots"] * -(-sizes["max_seq_len"] // sizes["block_size"])
+    return Limits(**{"num_blocks": enough} | sizes)
+
+
+def hashed(vocab_size: int = 50) -> NextToken:
+    """A model whose next token depends on every token before it; stop ids are masked before min_position."""
+
+    def next_token(history: tuple[int, ...], options: SlotOptions) -> int:
+        token = zlib.crc32(np.array(history, np.int32).tobytes(), options.seed & 0xFFFF) % vocab_size
+        if len(history) < options.min_position:
+            allowed = [i for i in range(vocab_size) if i not in options.stop_ids]
+            return allowed[token % len(allowed)] if allowed else -2
+        return token
+
+    return next_token
+
+
+def scripted(prompt_len: int, *tokens: int) -> NextToken:
+    """Answers these tokens to prompts of this length, over and over."""
+    return lambda history, options: tokens[(len(history) - prompt_len) % len(tokens)]
+
+
+@dataclass
+class VirtualClock:
+    """Seconds that pass only when somebody says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Step:
+    """What one call of step() asked for, for tests of the schedule."""
+
+    owners: list[int]  # per sequence the number of its bind
+    chunks: list[int]  # per sequence its tokens
+    begins: list[int]  # per sequence its num_computed
+    sampled: list[int]  # per sampled row the number of its bind
+    fed_back: int  # token ids of -1
+
+
+@dataclass
+class FakePending:
+    backend: FakeBackend
+    tokens: list[int]
+    ready_at: float
+
+    def result(self) -> StepOutput:
+        assert self.backend.in_flight[0] is self, "results are read in the order of the steps"
+        self.backend.in_flight.pop(0)
+        clock = self.backend.clock
+        clock.now = max(clock.now, self.ready_at)
+        return StepOutput(np.array([self.tokens], np.int32))
+
+
+@dataclass
+class FakeBackend:
+    """`step_s` seconds a step and `row_s` a row pass on the device, which works through its steps one by one."""
+
+    limits: Limits
+    next_token: NextToken
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    step_s: float = 1.0
+    row_s: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    bound: list[tuple[int, ...]] = field(default_factory=list)  # the prompt of each bind
+    in_flight: list[FakePending] = field(default_factory=list)
+    failing_step: int | None = None  # the number of the step at which the device breaks
+
+    def __post_init__(self) -> None:
+        size = (self.limits.num_blocks, self.limits.block_size)
+        self.kv_owner = np.full(size, -1)
+        self.kv_position = np.full(size, -1)
+        self.kv_token = np.full(size, UNWRITTEN)
+        self.table = np.full((self.limits.max_slots, self.limits.max_seq_len), UNWRITTEN)
+        self.owner = [-1] * self.limits.max_slots
+        self.options: list[SlotOptions | None] = [None] * self.limits.max_slots
+        self.free_at = 0.0  # when the device has nothing more to do
+
+    def bind(self, slot: int, token_ids: list[int], options: SlotOptions) -> None:
+        assert 0 <= slot < self.limits.max_slots
+        assert len(token_ids) < self.limits.max_seq_len
+        self.owner[slot] = len(self.bound)
+        self.bound.append(tuple(token_ids))
+        self.options[slot] = options
+        self.table[slot] = UNWRITTEN
+        self.table[slot, : len(token_ids)] = token_ids
+
+    def step(self, batch: Batch) -> FakePending:
+        if len(self.steps) == self.failing_step:
+            raise RuntimeError("device lost")
+        assert len(self.in_flight) < self.limits.max_in_flight
+        self._check_shapes(batch)
+        starts = batch.query_start_loc
+        for s, slot in enumerate(batch.slots):
+            self._write(
+                int(slot), batch.token_ids[starts[s] : starts[s + 1]], int(batch.num_computed[s]), batch.block_tables[s]
+            )
+        tokens = [
+            self._sample(batch, int(row), int(slot))
+            for row, slot in zip(batch.logits_indices, batch.sample_slots, strict=True)
+        ]
+        self.steps.append(
+            Step(
+                owners=[self.owner[slot] for slot in batch.slots],
+                chunks=np.diff(starts).tolist(),
+                begins=batch.num_computed.tolist(),
+                sampled=[self.owner[slot] for slot in batch.sample_slots],
+                fed_back=int((batch.token_ids == -1).sum()),
+            )
+        )
+        self.free_at = max(self.clock.now, self.free_at) + self.step_s + self.row_s * len(batch.token_ids)
+        self.in_flight.append(FakePending(self, tokens, self.free_at))
+        return self.in_flight[-1]
+
+    def _check_shapes(self, batch: Batch) -> None:
+        for name in Batch.__dataclass_fields__:
+            assert getattr(batch, name).dtype == np.int32, name
+        S, T = len(batch.slots), len(batch.token_ids)
+        assert batch.query_start_loc.shape == (S + 1,) and batch.num_computed.shape == (S,)
+        assert batch.block_tables.shape[0] == S
+        assert 0 < T <= self.limits.max_batch_tokens, "the token budget"
+        assert 0 < S <= self.limits.max_slots
+        assert len(set(batch.slots.tolist())) == S
+        assert batch.query_start_loc[0] == 0 and batch.query_start_loc[-1] == T
+        assert (np.diff(batch.query_start_loc) > 0).all()
+        assert (batch.block_tables >= 0).all() and (batch.block_tables < self.limits.num_blocks).all()
+
+    def _write(self, slot: int, token_ids: np.ndarray, begin: int, blocks: np.ndarray) -> None:
+        """Writes a sequence's new tokens, then checks that all its KV stands where the block table says."""
+        owner, end = self.owner[slot], begin + len(token_ids)
+        assert owner >= 0, "a step for a slot that was never bound"
+        assert begin >= 0 and end < self.limits.max_seq_len, "KV is never needed for the last position"
+        positions = np.arange(end)
+        block, offset = blocks[positions // self.limits.block_size], positions % self.limits.block_size
+        assert (block > 0).all(), "the null block belongs to nobody"
+        table = self.table[slot]
+        new = np.where(token_ids == -1, table[begin:end], token_ids)
+        assert (new != UNWRITTEN).all(), "fed back before it was drawn"
+        assert ((table[begin:end] == new) | (table[begin:end] == UNWRITTEN)).all(), "not the token that was drawn"
+        table[begin:end] = new
+        self.kv_owner[block[begin:], offset[begin:]] = owner
+        self.kv_position[block[begin:], offset[begin:]] = positions[begin:]
+        self.kv_token[block[begin:], offset[begin:]] = new
+        assert (self.kv_owner[block, offset] == owner).all(), "KV of another sequence, or none"
+        assert (self.kv_position[block, offset] == positions).all()
+        assert (self.kv_token[block, offset] == table[:end]).all()
+
+    def _sample(self, batch: Batch, row: int, slot: int) -> int:
+        s = int(np.searchsorted(batch.query_start_loc, row, side="right")) - 1
+        assert batch.slots[s] == slot and row == batch.query_start_loc[s + 1] - 1
+        end = int(batch.num_computed[s] + row - batch.query_start_loc[s]) + 1
+        token = self.next_token(tuple(self.table[slot, :end].tolist()), self.options[slot])
+        self.table[slot, end] = token
+        return token
+
+
+# ---------------------------------------------------------------- the text side
+
+
+@dataclass
+class FakeAnswer:
+    """Each token id is one word, and a dot is held back for the end; stop strings count at the end of the text."""
+
+    codec: FakeCodec
+    request: Request
+    text: str = ""
+    reasoning: str | None = None
+    stopped_by: str | None = None
+
+    def push(self, token_id: int) -> str:
+        self.codec.clock.now += self.codec.push_s
+        if token_id == self.codec.broken_token:
+            raise LookupError("no such\npiece")
+        self.text += f" {token_id}"
+        self.stopped_by = next((stop for stop in self.request.params.stop if self.text.endswith(stop)), None)
+        return f" {token_id}"
+
+    def finish(self) -> str:
+        if self.stopped_by is not None:
+            return ""
+        self.text += "."
+        if "." in self.request.params.stop:
+            self.stopped_by = "."
+        return "."
+
+
+@dataclass
+class FakeCodec:
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    push_s: float = 0.0  # seconds of text work a token
+    broken_token: int | None = None
+
+    def encode(self, request: Request) -> list[int]:
+        if request.prompt is not None:
+            raise RequestError("template_error", request.prompt, "prompt")
+        if not request.prompt_token_ids:
+            raise RequestError("empty_prompt", "no tokens", "prompt_token_ids")
+        return list(request.prompt_token_ids)
+
+    def answer(self, request: Request, prompt_ids: list[int]) -> FakeAnswer:
+        return FakeAnswer(self, request)
+
+
+def request(i: int, prompt: tuple[int, ...] | list[int], **params: object) -> Request:
+    return Request(request_id=i, custom_id=f"r{i}", prompt_token_ids=tuple(prompt), params=SamplingParams(**params))

@@ -1,0 +1,97 @@
+"""The engine over the NumPy backend and real text: an answer is the same in any company, order, slot, chunk, memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tiny import BYTE_OFFSET, EOS_IDS, make_tiny_model
+
+from tinyvllm_cli.backends.cpu.backend import CpuBackend
+from tinyvllm_cli.config import EngineConfig
+from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
+from tinyvllm_cli.text.codec import TextCodec
+from tinyvllm_cli.text.tokenizer import load_tokenizer
+from tinyvllm_cli.types import Choice, Completion, Request, SamplingParams
+
+ANSWERS: list[dict[str, Any]] = [  # ends of every kind, greedy and drawn
+    {},
+    {"temperature": 1.0},
+    {"temperature": 1.5, "top_k": 30, "seed": 5, "ignore_eos": True},
+    {"temperature": 1.0, "stop": ("a", "e"), "min_tokens": 2, "logit_bias": ((BYTE_OFFSET + ord("a"), 4.0),)},
+    {"temperature": 2.0, "stop_token_ids": tuple(range(BYTE_OFFSET, BYTE_OFFSET + 90)), "min_tokens": 4},
+    {"temperature": 0.8, "top_p": 0.9, "min_tokens": 1, "logit_bias": ((EOS_IDS[1], 4.0),)},
+]
+REQUESTS = [
+    Request(
+        request_id=i,
+        custom_id=f"r-{i}",
+        prompt="Tell me more. "[: 1 + 5 * i % 13] * (1 + i % 5),
+        params=SamplingParams(max_tokens=5 + 3 * i % 17, **ANSWERS[i % len(ANSWERS)]),
+    )
+    for i in range(16)
+]
+
+
+class Model:
+    """A tiny checkpoint with its text side, run by a fresh engine each time."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.codec = TextCodec(load_tokenizer(checkpoint.path), None)
+
+    def answers(
+        self, requests: Sequence[Request], *, num_blocks: int | None = None, max_in_flight: int = 1, **config: int
+    ) -> dict[int, Choice]:
+        backend = CpuBackend(
+            self.checkpoint.config,
+            self.checkpoint.tensors,
+            EngineConfig(max_model_len=96, **config),
+            tokenizer_size=self.codec.size,
+            num_blocks=num_blocks,
+            max_in_flight=max_in_flight,
+        )
+        engine = Engine(backend, self.codec, eos_token_ids=self.checkpoint.generation.eos_token_ids)
+        for request in requests:
+            engine.add(request)
+        done: list[Completion] = []
+        while not engine.idle:
+            done += [event for event in engine.step() if isinstance(event, Completion)]
+            engine.check()
+        backend.close()
+        assert [completion.error for completion in done] == [None] * len(requests)
+        return {completion.request_id: completion.choices[0] for completion in done}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory):
+    checkpoint = open_checkpoint(make_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=128))
+    yield Model(checkpoint)
+    checkpoint.tensors.close()
+
+
+@pytest.fixture(scope="module")
+def alone(model: Model) -> dict[int, Choice]:
+    return {request.request_id: model.answers([request], slots=1)[request.request_id] for request in REQUESTS}
+
+
+def test_the_requests_end_in_every_way(alone: dict[int, Choice]):
+    reasons = {(choice.finish_reason, type(choice.stop_reason).__name__) for choice in alone.values()}
+    assert reasons == {("length", "NoneType"), ("stop", "NoneType"), ("stop", "str"), ("stop", "int")}
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        {"slots": 16},
+        {"slots": 16, "max_batch_tokens": 7},
+        {"slots": 3, "max_batch_tokens": 64},
+        {"slots": 16, "num_blocks": 1 + 3 * 6},
+        {"slots": 16, "max_in_flight": 3},
+        {"slots": 2, "max_in_flight": 4, "max_batch_tokens": 5},
+    ],
+    ids=str,
+)
+def test_an_answer_does_not_depend_on_its_company(model: Model, alone: dict[int, Choice], machine: dict[str, int]):
+    assert model.answers(REQUESTS, **machine) == alone
+    assert model.answers(REQUESTS[::-1], **machine) == alone

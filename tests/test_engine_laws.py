@@ -1,0 +1,157 @@
+"""The law of the engine, for any arrivals, limits, ends and aborts: every request gets the tokens it gets alone."""
+
+from dataclasses import dataclass, replace
+
+from fake_backend import FakeBackend, FakeCodec, VirtualClock, hashed, limits, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.engine.sampling import slot_options
+from tinyvllm_cli.types import Completion, Delta, Event, Limits, Request
+
+EOS = (2, 7)
+VOCAB = 12  # few ids, so that EOS and stop ids come often
+
+
+@dataclass
+class Arrival:
+    request: Request
+    at: int  # the step before which it is added
+    abort_after: int | None  # steps between its arrival and its abort
+
+
+def alone(req: Request, lim: Limits) -> tuple[object, ...] | str:
+    """What a request must give, from the model alone: (token ids, finish reason, stop reason), or its error's type."""
+    prompt, params = req.prompt_token_ids, req.params
+    if not prompt:
+        return "empty_prompt"
+    max_len = min(len(prompt) + params.max_tokens, lim.max_seq_len)
+    if len(prompt) >= lim.max_seq_len or max_len - 1 > (lim.num_blocks - 1) * lim.block_size:
+        return "prompt_too_long"
+    options = slot_options(req, len(prompt), run_seed=0, eos_token_ids=EOS)
+    tokens = list(prompt)
+    while len(tokens) < max_len:
+        token = hashed(VOCAB)(tuple(tokens), options)
+        if token == -2:
+            return "invalid_value"
+        tokens.append(token)
+        made = tuple(tokens[len(prompt) :])
+        if token in params.stop_token_ids:
+            return made, "stop", token
+        if token in EOS and not params.ignore_eos:
+            return made, "stop", None
+    return (made, "length", None) if params.max_tokens else ()
+
+
+def run(arrivals: list[Arrival], lim: Limits) -> tuple[list[Event], FakeBackend, Engine]:
+    clock = VirtualClock()
+    backend = FakeBackend(lim, hashed(VOCAB), clock)
+    engine = Engine(backend, FakeCodec(clock), eos_token_ids=EOS, clock=clock)
+    events: list[Event] = []
+    step, last = 0, max((a.at + (a.abort_after or 0) for a in arrivals), default=0)
+    while step <= last or not engine.idle:
+        for arrival in arrivals:
+            if arrival.at == step:
+                engine.add(arrival.request)
+        for arrival in arrivals:
+            if arrival.abort_after is not None and arrival.at + arrival.abort_after == step:
+                engine.abort(arrival.request.request_id)
+        engine.check()
+        events += engine.step()
+        engine.check()
+        step += 1
+        assert step < last + bound(arrivals, lim), "some request starves"
+    return events, backend, engine
+
+
+def bound(arrivals: list[Arrival], lim: Limits) -> int:
+    """More steps than any schedule without idle steps needs: one token a step, and the steps in flight at each end."""
+    work = sum(min(len(a.request.prompt_token_ids) + a.request.params.max_tokens, lim.max_seq_len) for a in arrivals)
+    return work + len(arrivals) * lim.max_in_flight + 2
+
+
+any_limits = st.builds(
+    limits,
+    max_batch_tokens=st.integers(1, 12),
+    max_slots=st.integers(1, 5),
+    max_seq_len=st.integers(2, 24),
+    block_size=st.sampled_from([1, 4, 16]),
+    num_blocks=st.integers(2, 40),
+    max_in_flight=st.integers(1, 4),
+    vocab_size=st.just(VOCAB),
+)
+
+
+@st.composite
+def any_arrivals(draw: st.DrawFn, aborts: bool = True) -> list[Arrival]:
+    arrivals = []
+    for i in range(draw(st.integers(1, 10))):
+        prompt = draw(st.lists(st.integers(0, VOCAB - 1), max_size=26))
+        stops = draw(st.sampled_from([(), (3,), (2, 9), tuple(range(VOCAB))]))
+        req = request(
+            i,
+            prompt,
+            max_tokens=draw(st.integers(0, 16)),
+            min_tokens=draw(st.sampled_from([0, 0, 3])),
+            ignore_eos=draw(st.booleans()),
+            stop_token_ids=stops,
+            seed=draw(st.integers(0, 3)),
+        )
+        abort_after = draw(st.none() | st.integers(0, 12)) if aborts else None
+        arrivals.append(Arrival(req, draw(st.integers(0, 8)), abort_after))
+    return arrivals
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_arrivals(), any_limits)
+def test_every_request_gets_what_it_gets_alone(arrivals: list[Arrival], lim: Limits):
+    events, backend, engine = run(arrivals, lim)
+    done = [e for e in events if isinstance(e, Completion)]
+    assert len({c.request_id for c in done}) == len(done), "told once"
+    for arrival in arrivals:
+        completion = next((c for c in done if c.request_id == arrival.request.request_id), None)
+        if completion is None:
+            assert arrival.abort_after is not None
+            continue
+        wanted = alone(arrival.request, lim)
+        if completion.error is not None:
+            assert completion.error.type == wanted
+            continue
+        got = [(c.token_ids, c.finish_reason, c.stop_reason) for c in completion.choices]
+        assert got == ([wanted] if wanted else [])
+        deltas = [e.token_ids for e in events if isinstance(e, Delta) and e.request_id == completion.request_id]
+        assert sum(deltas, ()) == (wanted[0] if wanted else ())
+        assert completion.usage.completion_tokens == len(sum(deltas, ()))
+    assert not backend.in_flight
+    assert engine._batcher.blocks_held == 0
+    assert engine.stats.steps == len(backend.steps)
+
+
+@settings(deadline=None)
+@given(any_arrivals(aborts=False), any_limits)
+def test_slots_are_given_in_the_order_of_arrival(arrivals: list[Arrival], lim: Limits):
+    _, backend, _ = run(arrivals, lim)
+    by_arrival = sorted(arrivals, key=lambda a: a.at)  # stable: those of one step by their number
+    no_slot = ("empty_prompt", "prompt_too_long", ())
+    wanted = [a.request.prompt_token_ids for a in by_arrival if alone(a.request, lim) not in no_slot]
+    assert backend.bound == wanted
+
+
+@settings(deadline=None)
+@given(any_arrivals(aborts=False), any_limits)
+def test_steps_ahead_change_no_answer(arrivals: list[Arrival], lim: Limits):
+    def answers(max_in_flight: int) -> list[tuple[int, object, object]]:
+        events, _, _ = run(arrivals, replace(lim, max_in_flight=max_in_flight))
+        return sorted((e.request_id, e.choices, e.error) for e in events if isinstance(e, Completion))
+
+    assert answers(1) == answers(2) == answers(4)
+
+
+@settings(deadline=None)
+@given(any_arrivals(aborts=False), any_limits)
+def test_without_steps_ahead_nothing_is_drawn_in_vain(arrivals: list[Arrival], lim: Limits):
+    events, backend, engine = run(arrivals, replace(lim, max_in_flight=1))
+    no_token = [e for e in events if isinstance(e, Completion) and e.error and e.error.type == "invalid_value"]
+    assert sum(len(step.sampled) for step in backend.steps) == engine.stats.completion_tokens + len(no_token)
+    assert not any(step.fed_back for step in backend.steps), "a token that was read is given"

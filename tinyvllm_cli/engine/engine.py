@@ -1,0 +1,272 @@
+"""The loop between requests and a backend: enqueues steps ahead and turns the tokens they bring into events."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from tinyvllm_cli.engine.batcher import Batcher
+from tinyvllm_cli.engine.sampling import slot_options
+from tinyvllm_cli.engine.stats import EngineStats, Timeline
+from tinyvllm_cli.errors import RequestError
+from tinyvllm_cli.types import Choice, Completion, Delta, Event, Failure, Request, Sequence, Usage
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.backends.base import Backend, Pending
+    from tinyvllm_cli.text.codec import Answer, TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How an answer ended: the fields of Choice."""
+
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A request that is queued or running: its tokens, its text, its times."""
+
+    sequence: Sequence
+    answer: Answer
+    times: Timeline
+
+
+class Engine:
+    """Answers requests in fixed slots. Every loop (a run, a chat) is add() and step() until idle.
+
+    One bad request never stops the others: its completion carries the error. What the backend raises is no request's
+    fault and leaves step(); the engine is of no use afterwards.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        codec: TextCodec,
+        *,
+        eos_token_ids: tuple[int, ...],
+        run_seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` gives seconds and never goes back; `run_seed` seeds the requests that bring no seed."""
+        self.stats = EngineStats()
+        self._backend = backend
+        self._limits = backend.limits
+        self._codec = codec
+        self._eos_token_ids = eos_token_ids
+        self._run_seed = run_seed
+        self._clock = clock
+        self._batcher = Batcher(self._limits)
+        self._live: dict[int, _Live] = {}
+        self._in_flight: deque[tuple[Pending, list[Sequence]]] = deque()  # steps, and whose token each of their rows is
+        self._done: list[Completion] = []  # ended without a step: events of the next one
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is waiting, running, in flight or still to be told."""
+        return not (self._live or self._in_flight or self._done)
+
+    @property
+    def wants_more(self) -> bool:
+        """The queue could run short within a step: add more, if there is more."""
+        return len(self._batcher.waiting) + len(self._done) < self._limits.max_slots
+
+    def add(self, request: Request) -> None:
+        """Tokenize a request and queue it. One that cannot be answered becomes a Completion of the next step.
+
+        ValueError where the request_id is still under way.
+        """
+        if request.request_id in self._live:
+            raise ValueError(f"request_id {request.request_id} is under way already")
+        try:
+            live = self._accept(request)
+        except Exception as error:
+            self._done.append(_failed(request, _failure(error)))
+            return
+        if request.params.max_tokens == 0:
+            self._done.append(_answered(live, ()))
+        else:
+            self._live[request.request_id] = live
+            self._batcher.add(live.sequence)
+
+    def abort(self, request_id: int) -> None:
+        """Forget a request, wherever it stands, without a Completion; one that is unknown or told is no error."""
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self._batcher.finish(live.sequence)
+        self._done = [completion for completion in self._done if completion.request_id != request_id]
+
+    def step(self) -> list[Event]:
+        """Enqueue as many steps as the backend takes ahead, then wait for the oldest and read its tokens.
+
+        Requests that ended without a step are told at once, before the backend is asked for anything.
+        """
+        if self._done:
+            done, self._done = self._done, []
+            return list(done)
+        events: list[Event] = []
+        while len(self._in_flight) < self._limits.max_in_flight and self._enqueue():
+            pass
+        if self._in_flight:
+            pending, sampled = self._in_flight.popleft()
+            token_ids = pending.result().token_ids[0].tolist()
+            now = self._clock()
+            for sequence, token_id in zip(sampled, token_ids, strict=True):
+                if not sequence.finished:  # else it ended, or was aborted, after this step was enqueued
+                    events += self._land(self._live[sequence.request.request_id], token_id, now)
+        return events
+
+    def check(self) -> None:
+        """Assert the invariants of engine and batcher."""
+        self._batcher.check()
+        under_way = {sequence.request.request_id: sequence for sequence in self._batcher.running}
+        under_way |= {sequence.request.request_id: sequence for sequence in self._batcher.waiting}
+        assert under_way == {request_id: live.sequence for request_id, live in self._live.items()}
+        assert len(self._in_flight) < max(self._limits.max_in_flight, 1)
+
+    def _accept(self, request: Request) -> _Live:
+        """Tokens, room and text of a request. RequestError where it cannot be answered."""
+        prompt_ids = self._codec.encode(request)
+        assert prompt_ids, "an empty prompt is refused where it is encoded"
+        prompt_len, context = len(prompt_ids), self._limits.max_seq_len
+        if prompt_len >= context:
+            raise RequestError(
+                "prompt_too_long",
+                f"prompt: found {prompt_len} tokens, wanted at most {context - 1} (the context holds {context}, "
+                "one is for the answer): shorten it, or raise --max-model-len where model and memory allow it",
+                "prompt",
+            )
+        max_len = min(prompt_len + request.params.max_tokens, context)
+        needed, held = self._batcher.blocks_needed(max_len), self._limits.num_blocks - 1
+        if needed > held:
+            raise RequestError(
+                "prompt_too_long",
+                f"prompt: found {prompt_len} tokens, which with an answer of {max_len - prompt_len} need {needed} KV "
+                f"blocks of {self._limits.block_size} tokens, and memory holds {held}: shorten it or lower max_tokens",
+                "prompt",
+            )
+        options = slot_options(request, prompt_len, run_seed=self._run_seed, eos_token_ids=self._eos_token_ids)
+        sequence = Sequence(request, prompt_ids, prompt_len, max_len, options)
+        return _Live(sequence, self._codec.answer(request, prompt_ids), Timeline(self._clock()))
+
+    def _enqueue(self) -> bool:
+        """Hand the next step to the backend, if there is anything to compute."""
+        plan = self._batcher.plan()
+        if plan is None:
+            return False
+        now = self._clock()
+        for sequence in plan.admitted:
+            assert sequence.slot is not None
+            self._live[sequence.request.request_id].times.first_slot = now
+            self._backend.bind(sequence.slot, sequence.token_ids, sequence.options)
+        self._in_flight.append((self._backend.step(plan.batch), plan.sampled))
+        self.stats.steps += 1
+        self.stats.slot_steps += len(self._batcher.running)
+        self.stats.peak_blocks = max(self.stats.peak_blocks, self._batcher.blocks_held)
+        return True
+
+    def _land(self, live: _Live, token_id: int, now: float) -> list[Event]:
+        """The events of one token that was read back."""
+        sequence = live.sequence
+        if token_id < 0:
+            return [self._close(live, _failed(sequence.request, _no_token(token_id, sequence.num_output)))]
+        self._batcher.land(sequence, token_id)
+        live.times.token(now)
+        self.stats.completion_tokens += 1
+        if sequence.num_output == 1:
+            self.stats.prompt_tokens += sequence.prompt_len
+        try:
+            text, end = self._read(live, token_id)
+            choice = None if end is None else _choice(live, end)
+        except Exception as error:
+            return [self._close(live, _failed(sequence.request, _failure(error)))]
+        delta = Delta(sequence.request.request_id, 0, (token_id,), text)
+        return [delta] if choice is None else [delta, self._close(live, _answered(live, (choice,)))]
+
+    def _read(self, live: _Live, token_id: int) -> tuple[str, _End | None]:
+        """The text that a new token makes certain, and the end if it is one.
+
+        A token that is both an EOS id and one of stop_token_ids counts as the latter: the request asked for it by name.
+        """
+        sequence, answer, params = live.sequence, live.answer, live.sequence.request.params
+        is_stop = token_id in params.stop_token_ids
+        is_eos = token_id in self._eos_token_ids and not params.ignore_eos
+        shown = params.include_stop_str_in_output if is_stop else not is_eos
+        text = answer.push(token_id) if shown else ""
+        end = None
+        if is_stop or is_eos:
+            end = _End("stop", token_id if is_stop else None)
+        elif len(sequence.token_ids) == sequence.max_len:
+            end = _End("length")
+        if end is None and answer.stopped_by is None:
+            return text, None
+        text += answer.finish()
+        # A stop string may also turn up in what was held back; where there is one, the text ends there.
+        return text, end if answer.stopped_by is None else _End("stop", answer.stopped_by)
+
+    def _close(self, live: _Live, completion: Completion) -> Completion:
+        del self._live[completion.request_id]
+        self._batcher.finish(live.sequence)
+        return completion
+
+
+def _choice(live: _Live, end: _End) -> Choice:
+    """The answer as it stands at its end."""
+    sequence = live.sequence
+    return Choice(
+        index=0,
+        text=live.answer.text,
+        token_ids=tuple(sequence.token_ids[sequence.prompt_len :]),
+        finish_reason=end.finish_reason,
+        stop_reason=end.stop_reason,
+        reasoning=live.answer.reasoning,
+    )
+
+
+def _answered(live: _Live, choices: tuple[Choice, ...]) -> Completion:
+    request, made = live.sequence.request, live.sequence.num_output
+    return Completion(
+        request_id=request.request_id,
+        custom_id=request.custom_id,
+        line=request.line,
+        choices=choices,
+        usage=Usage(live.sequence.prompt_len, made),
+        stats=live.times.stats(made),
+        metadata_json=request.metadata_json,
+    )
+
+
+def _failed(request: Request, failure: Failure) -> Completion:
+    return Completion(
+        request_id=request.request_id,
+        custom_id=request.custom_id,
+        line=request.line,
+        error=failure,
+        metadata_json=request.metadata_json,
+    )
+
+
+def _failure(error: Exception) -> Failure:
+    """What went wrong with one request. Running out of memory is no request's fault and is raised again."""
+    if isinstance(error, MemoryError):
+        raise error
+    if isinstance(error, RequestError):
+        return Failure(error.type, error.message, error.field)
+    message = " ".join(f"a bug in this program: {type(error).__name__}: {error}".split())
+    return Failure("internal", message, detail="".join(traceback.format_exception(error)))
+
+
+def _no_token(token_id: int, num_output: int) -> Failure:
+    """Why a backend could draw no token (StepOutput.token_ids)."""
+    if token_id == -1:
+        return Failure("nan_logits", f"answer token {num_output + 1}: found NaN or infinity in the logits of the model")
+    return Failure(
+        "invalid_value",
+        f"min_tokens: answer token {num_output + 1} found every id held back as an EOS or stop id, wanted one allowed",
+        "min_tokens",
+    )

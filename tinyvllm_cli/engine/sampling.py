@@ -1,0 +1,70 @@
+"""From a request to the options of its slot: seed, stop ids and the position from which they may stand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from tinyvllm_cli.types import Request, SamplingParams, SlotOptions
+
+
+def slot_options(request: Request, prompt_len: int, *, run_seed: int, eos_token_ids: Sequence[int]) -> SlotOptions:
+    """How the tokens of a request with prompt_len prompt tokens are drawn.
+
+    The token at position q is output number q - prompt_len, counted from 0, so min_tokens of them stand before
+    position prompt_len + min_tokens: the first at which a stop id is allowed. With ignore_eos an EOS id is a token
+    like any other.
+    """
+    params = request.params
+    stop_ids = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
+    return SlotOptions(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=request_seed(request, run_seed),
+        logit_bias=params.logit_bias,
+        stop_ids=tuple(dict.fromkeys(stop_ids)),
+        min_position=prompt_len + params.min_tokens,
+    )
+
+
+def request_seed(request: Request, run_seed: int) -> int:
+    """The request's own seed, else 64 bits of a hash that does not know its place in the file.
+
+    The hash is the first 8 bytes, little endian, of BLAKE2b (RFC 7693, 64-byte digest) over the canonical JSON of
+    [run seed, custom_id]; a request without an id of its own puts what determines its answer in the place of the id.
+    """
+    if request.params.seed is not None:
+        return request.params.seed
+    identity = request.custom_id if request.has_own_id else canonical_request(request)
+    digest = hashlib.blake2b(canonical_json([run_seed, identity])).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def canonical_json(value: Any) -> bytes:
+    """JSON with sorted keys, no spaces, in UTF-8: equal values give equal bytes, and 17 and "17" different ones."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "surrogatepass")  # half a surrogate pair in a string is no reason to fail
+
+
+def canonical_request(request: Request) -> dict[str, Any]:
+    """What determines the answer to a request. Params at their defaults are left out, so that a parameter that joins
+    later does not change the seeds of requests without it."""
+    params = {
+        field.name: value
+        for field in fields(SamplingParams)
+        if (value := getattr(request.params, field.name)) != field.default
+    }
+    return {
+        "prompt": request.prompt,
+        "messages": None if request.messages is None else [asdict(message) for message in request.messages],
+        "prompt_token_ids": request.prompt_token_ids,
+        "raw": request.raw,
+        "chat_template_kwargs": dict(request.chat_template_kwargs),
+        "continue_final_message": request.continue_final_message,
+        "params": params,
+    }
