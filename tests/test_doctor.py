@@ -1,0 +1,98 @@
+"""`tinyvllm doctor`: a line for each check, the way to mend what fails, and an answer that must be the known one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tiny import CHAT_TEMPLATE, make_tiny_model
+
+from tinyvllm_cli import doctor
+from tinyvllm_cli.cli.doctor import doctor as command
+from tinyvllm_cli.errors import ModelError
+
+CHECKS = ["Python", "NumPy", "memory", "cache", "default model", "known answer"]
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, and a known answer that comes without a model."""
+    monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("TINYVLLM_OFFLINE", raising=False)
+    monkeypatch.setattr(doctor, "answer", lambda *args: doctor.KNOWN_IDS)
+
+
+def run() -> tuple[int, dict[str, str], str]:
+    """Exit code, "ok" or "no" by check, standard output."""
+    result = CliRunner().invoke(command)
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("    ")]
+    return result.exit_code, {line[4:].split(":")[0]: line[:3].strip() for line in lines}, result.stdout
+
+
+def test_a_sound_machine_is_told_so():
+    code, verdicts, output = run()
+    assert verdicts == dict.fromkeys(CHECKS, "ok")
+    assert code == 0
+    assert output.splitlines()[-1] == "ok  known answer: equal"
+
+
+def failing(exception: Exception):
+    def check(*args: object) -> None:
+        raise exception
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("check", "spoil", "says"),
+    [
+        ("memory", ("available_memory", lambda: 100_000_000), "100 MB available, 1.0 GB needed"),
+        ("cache", ("free_bytes", lambda folder: 1000), "TINYVLLM_CACHE"),
+        ("cache", ("make_folder", failing(ModelError("set TINYVLLM_CACHE"))), "set TINYVLLM_CACHE"),
+        ("known answer", ("answer", lambda *args: (504, 3575)), r"different: ids [504, 3575], wanted [504, 3575, 282"),
+        ("known answer", ("answer", failing(ModelError("no such file"))), "no such file"),
+        ("known answer", ("answer", failing(ZeroDivisionError("a bug"))), "ZeroDivisionError: a bug"),
+        ("NumPy", ("_numpy", failing(ImportError("libopenblas"))), "pip check"),
+    ],
+)
+def test_one_fault_is_one_no_with_its_mending_and_exit_code_1(monkeypatch, check, spoil, says):
+    monkeypatch.setattr(doctor, *spoil)
+    code, verdicts, output = run()
+    assert verdicts == {name: "no" if name == check else "ok" for name in CHECKS}
+    assert code == 1
+    assert says in output
+    assert "Traceback" not in output
+
+
+def test_offline_without_the_default_model_is_a_fault(monkeypatch):
+    monkeypatch.setenv("TINYVLLM_OFFLINE", "1")
+    code, verdicts, output = run()
+    assert (code, verdicts["default model"]) == (1, "no")
+    assert "tinyvllm models pull smollm2-135m-instruct" in output
+
+
+def test_the_known_ids_are_those_of_the_reference():
+    golden = json.loads((Path(__file__).parent / "data/golden/smollm2_135m_instruct.json").read_text())
+    [record] = [
+        record for record in golden["records"] if record["prompt"] == [{"role": "user", "content": doctor.QUESTION}]
+    ]
+    assert list(doctor.KNOWN_IDS) == record["output_ids"]
+
+
+def test_the_answer_comes_from_the_real_engine(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    folder = str(make_tiny_model(tmp_path / "tiny", chat_template=CHAT_TEMPLATE, max_position_embeddings=512))
+    ids = doctor.answer(folder, doctor.QUESTION, 5, report=print)
+    assert 1 <= len(ids) <= 5
+    assert doctor.answer(folder, doctor.QUESTION, 5, report=print) == ids
+    assert doctor.answer(folder, "Another question?", 5, report=print) != ids
+
+
+@pytest.mark.model
+def test_the_known_answer_is_equal(default_model, monkeypatch):
+    monkeypatch.undo()
+    code, verdicts, output = run()
+    assert "ok  known answer: equal" in output
+    assert (code, set(verdicts.values())) == (0, {"ok"})
