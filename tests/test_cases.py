@@ -1,0 +1,248 @@
+"""Small inputs that broke other engines, and the right outcome of each (tests/data/cases), on tiny models."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import CASES, by_id, place_free, read_answers, run_apart, run_here
+from fake_backend import FakeBackend, limits
+from tiny import BYTE_OFFSET, TOKENIZER_SIZE, byte_ids, make_tiny_model
+
+from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.io.prompts import Defaults, read_lines, read_requests
+from tinyvllm_cli.io.results import encode
+from tinyvllm_cli.text.codec import TextCodec
+from tinyvllm_cli.text.tokenizer import load_tokenizer
+from tinyvllm_cli.types import Completion, Request, SlotOptions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINYVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", generation={"max_length": 99})
+
+
+@pytest.fixture(scope="module")
+def no_bos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "no_bos", adds_bos=False)
+
+
+def run_case(folder: Path, model: Path, case: str | Path, *options: str, code: int) -> dict[Any, dict[str, Any]]:
+    out = folder / "out.jsonl"
+    assert run_here("run", CASES / case, "-m", model, "-o", out, "--overwrite", *options) == code
+    return by_id(read_answers(out))
+
+
+def failure(answer: dict[str, Any]) -> tuple[str, str | None]:
+    assert answer["choices"] == [] and answer["usage"] is None and answer["stats"] is None
+    return answer["error"]["type"], answer["error"].get("field")
+
+
+def made(answer: dict[str, Any]) -> tuple[int, str]:
+    """Tokens made, and how the answer ended."""
+    assert answer["error"] is None
+    return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
+
+
+def test_c01_one_prompt_too_long(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    answers = run_case(tmp_path, tiny, "c01_too_long_in_middle.jsonl", "--set", "ignore_eos=true", code=3)
+    said = capfd.readouterr().err
+    assert list(answers).count("huge") == 1 and len(answers) == 3
+    assert failure(answers["huge"])[0] == "prompt_too_long"
+    prompt = json.loads((CASES / "c01_too_long_in_middle.jsonl").read_text().splitlines()[1])["prompt"]
+    message = answers["huge"]["error"]["message"]
+    assert str(len(byte_ids(prompt)) + 1) in message and "4096" in message  # BOS and every byte
+    assert made(answers["short-a"]) == made(answers["short-b"]) == (8, "length")
+    assert "2 ok, 1 failed" in said
+
+
+def test_c03_a_messy_file(tiny: Path, tmp_path: Path):
+    answers = run_case(tmp_path, tiny, "c03_messy_file.jsonl", code=3)
+    assert [answers[i]["index"] for i in ("bom", "sep", "nul", "last-no-newline")] == [0, 1, 6, 7]
+    assert all(answers[i]["error"] is None for i in ("bom", "sep", "nul", "last-no-newline"))
+    errors = {a["error"]["line"]: a["error"]["type"] for a in answers.values() if a["error"]}
+    assert errors == {5: "invalid_json", 6: "invalid_line", 7: "invalid_encoding", 8: "invalid_json"}
+    # BOS and 4 bytes, U+2028 in 3, 5 bytes, U+0085 in 2, 3 bytes: one line
+    assert answers["sep"]["usage"]["prompt_tokens"] == 1 + 4 + 3 + 5 + 2 + 3
+    assert len(answers) == 8
+
+
+def test_c04_ids_in_a_file(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    out = tmp_path / "out.jsonl"
+    assert run_here("run", CASES / "c04_ids.jsonl", "-m", tiny, "-o", out) == 2
+    said = capfd.readouterr().err
+    assert "lines 1 and 2" in said and '"dup"' in said and "loaded" not in said
+    assert not out.exists()
+
+
+def test_c04_ids_on_standard_input(tiny: Path, tmp_path: Path):
+    ended = run_apart("run", "-", "-m", tiny, stdin=(CASES / "c04_ids.jsonl").read_bytes())
+    assert ended.returncode == 3
+    answers = read_answers(ended.stdout)
+    assert len(answers) == 6
+    ids = [answer["custom_id"] for answer in sorted(answers, key=lambda answer: answer["index"])]
+    assert ids == ["dup", "dup", "line-3", 17, "same-1", "same-2"]
+    named = {answer["index"]: answer for answer in answers}
+    assert named[0]["error"] is None and failure(named[1]) == ("duplicate_id", "custom_id")
+    assert named[1]["error"]["line"] == 2
+    assert named[4]["choices"] == named[5]["choices"] != []
+
+
+def forced(text: str, line: dict[str, Any], tiny: Path) -> dict[str, Any]:
+    """The output line where the model says `text`, byte by byte, then EOS."""
+    codec = TextCodec(load_tokenizer(tiny), None)
+    request = next(read_requests(read_lines(io.BytesIO(json.dumps(line).encode())), Defaults()))
+    if isinstance(request, Completion):
+        return json.loads(encode(request))
+    start = len(codec.encode(request))
+    script = [*byte_ids(text), 2]
+
+    def next_token(history: tuple[int, ...], options: SlotOptions) -> int:
+        return script[len(history) - start]
+
+    size = limits(max_seq_len=256, vocab_size=TOKENIZER_SIZE)
+    engine = Engine(FakeBackend(size, next_token), codec, eos_token_ids=(2, 7))
+    assert isinstance(request, Request)
+    engine.add(request)
+    shown, completion = "", None
+    while completion is None:
+        for event in engine.step():
+            if isinstance(event, Completion):
+                completion = event
+            else:
+                shown += event.text
+    assert shown == completion.choices[0].text, "what was streamed is never taken back"
+    return json.loads(encode(completion))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "stop_reason", "tokens"),
+    [
+        ("basic", "alpha ", "END", 9),
+        ("keep", "alpha END", "END", 9),
+        ("inside-token", "alpha E", "ND om", 12),
+        ("earliest-wins", "alpha ", "END", 9),
+        ("never", "alpha END omega", None, 16),
+        ("only-in-prompt", "nothing to see", None, 15),
+        ("stop-first", "", "alpha", 5),
+        ("utf8-stop", "一二", "三", 9),
+    ],
+)
+def test_c12_stops(tiny: Path, name: str, text: str, stop_reason: str | None, tokens: int):
+    line = stop_lines()[name]
+    answer = forced(line.pop("choice")[0], line, tiny)
+    choice = {"index": 0, "text": text, "finish_reason": "stop", "stop_reason": stop_reason}
+    assert answer["choices"] == [choice] and answer["usage"]["completion_tokens"] == tokens
+
+
+def test_c12_an_empty_stop(tiny: Path):
+    line = stop_lines()["empty-stop"]
+    assert failure(forced(line.pop("choice")[0], line, tiny)) == ("invalid_value", "stop")
+
+
+def stop_lines() -> dict[str, dict[str, Any]]:
+    lines = map(json.loads, (CASES / "c12_stops.jsonl").read_text().splitlines())
+    return {line["custom_id"]: line for line in lines}
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_c13_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str], sampling: bool):
+    model = make_tiny_model(tmp_path / "model")
+    shutil.copy(CASES / "c13_generation_config.json", model / "generation_config.json")
+    answers = run_case(tmp_path, model, "c13_eos.jsonl", *(["--model-sampling"] if sampling else []), code=0)
+    said = capfd.readouterr().err
+    assert "temperature 0.6, top_p 0.9" in said and ("not used" in said) is not sampling
+    ends = {
+        name: (answer["choices"][0]["text"], *made(answer), answer["choices"][0]["stop_reason"])
+        for name, answer in answers.items()
+    }
+    assert ends["eot-7"] == ends["eos-2"] == ("", 1, "stop", None)
+    assert ends["ignore"][1:] == (8, "length", None)
+    assert ends["min-tokens"][1] == 4 and ends["min-tokens"][2] == "stop"
+    assert ends["stop-id"] == ("", 1, "stop", 30)
+
+
+def test_c17_each_line_obeys_its_own_options_in_both_orders(tiny: Path, tmp_path: Path):
+    orders = [
+        run_case(tmp_path, tiny, f"c17_mixed_params{order}.jsonl", "--slots", slots, code=3)
+        for order in ("", "_reversed")
+        for slots in ("1", "32")
+    ]
+    first = {name: place_free(answer) for name, answer in orders[0].items()}
+    for answers in orders[1:]:
+        assert {name: place_free(answer) for name, answer in answers.items()} == first
+    tokens = {name: made(answer) for name, answer in first.items() if answer["error"] is None}
+    assert tokens == {
+        "a-greedy-4": (4, "length"),
+        "b-hot-9": (9, "length"),
+        "f-one": (1, tokens["f-one"][1]),
+        "g-greedy-again": (12, "length"),
+    }
+    assert {name: failure(orders[0][name])[0] for name in ("c-stop", "d-json", "e-penalty")} == dict.fromkeys(
+        ("c-stop", "d-json", "e-penalty"), "unsupported"
+    )
+    long, short = first["g-greedy-again"]["choices"][0]["text"], first["a-greedy-4"]["choices"][0]["text"]
+    assert long.startswith(short.rstrip("\ufffd")) and short
+
+
+def test_c19_edges(tiny: Path, no_bos: Path, tmp_path: Path):
+    answers = run_case(tmp_path, tiny, "c19_edge_params.jsonl", code=3)
+    errors = {name: failure(answer) for name, answer in answers.items() if answer["error"]}
+    assert errors == {
+        "no-msgs": ("empty_prompt", "messages"),
+        "neg-new": ("invalid_value", "max_tokens"),
+        "temp-neg": ("invalid_value", "temperature"),
+        "temp-str": ("invalid_value", "temperature"),
+        "top-p-0": ("invalid_value", "top_p"),
+        "n-0": ("invalid_value", "n"),
+        "typo": ("unknown_field", "max_token"),
+        "bool-as-int": ("invalid_value", "max_tokens"),
+        "stream": ("unsupported", "stream"),
+        "both": ("invalid_value", "messages"),
+    }
+    assert answers["typo"]["error"]["message"] == "unknown field max_token, did you mean max_tokens?"
+    assert answers["zero-new"]["choices"] == [] and answers["zero-new"]["usage"]["prompt_tokens"] == 3
+    assert answers["empty"]["usage"]["prompt_tokens"] == 1, "BOS alone"
+    fine = answers["fine"]["choices"]
+    assert fine and answers["temp-tiny"]["choices"] == answers["top-k-huge"]["choices"] == fine
+    assert answers["temp-huge"]["choices"] and answers["seed-big"]["choices"]
+    assert failure(run_case(tmp_path, no_bos, "c19_edge_params.jsonl", code=3)["empty"])[0] == "empty_prompt"
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(125, 2), (126, 1), (127, None), (128, None), (99, 28)])
+def test_the_context_is_the_end(tiny: Path, tmp_path: Path, length: int, tokens: int | None):
+    """Prompts of length + 1 ids (BOS) in a context of 128."""
+    lines = [{"custom_id": "edge", "prompt": "x" * length, "ignore_eos": True, "max_tokens": 100}]
+    lines.append({"custom_id": "after", "prompt": "x", "max_tokens": 1})
+    case = tmp_path / "in.jsonl"
+    case.write_text("\n".join(map(json.dumps, lines)))
+    answers = run_case(tmp_path, tiny, case, "--max-model-len", "128", code=3 if tokens is None else 0)
+    assert answers["after"]["error"] is None
+    if tokens is None:
+        assert failure(answers["edge"]) == ("prompt_too_long", "prompt")
+    else:
+        assert made(answers["edge"]) == (tokens, "length")
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "stop_token_ids", "logit_bias"])
+@pytest.mark.parametrize("token_id", [TOKENIZER_SIZE, 2**70])
+def test_ids_that_do_not_exist(tiny: Path, tmp_path: Path, field: str, token_id: int):
+    bad: dict[str, Any] = {"prompt": "x", "custom_id": "bad", field: {str(token_id): 1}}
+    if field != "logit_bias":
+        bad[field] = [BYTE_OFFSET, token_id]
+    if field == "prompt_token_ids":
+        del bad["prompt"]
+    case = tmp_path / "in.jsonl"
+    case.write_text(json.dumps(bad) + '\n{"custom_id": "good", "prompt": "x", "max_tokens": 2}')
+    answers = run_case(tmp_path, tiny, case, code=3)
+    assert failure(answers["bad"]) == ("invalid_token_id", field)
+    assert str(token_id) in answers["bad"]["error"]["message"] and answers["good"]["error"] is None

@@ -1,0 +1,403 @@
+"""`tinyvllm run` as a user meets it: options, refusals, streams, signals, exit codes, the record."""
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from command import CASES, TINYVLLM, by_id, place_free, read_answers, run_apart, run_here
+from tiny import CHAT_TEMPLATE, make_tiny_model
+
+from tinyvllm_cli.cli import COMMANDS, exit_code, tinyvllm
+from tinyvllm_cli.cli.signals import Interrupted, Interrupts
+from tinyvllm_cli.errors import EXIT_PIPE, OutputClosedError
+
+LINES = [{"custom_id": i, "prompt": f"Number {i}", "max_tokens": 3 + i % 4, "ignore_eos": True} for i in range(6)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINYVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("TINYVLLM_MODEL", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "chat", chat_template=CHAT_TEMPLATE)
+
+
+def write_lines(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def answers_to(folder: Path, model: Path, lines: list[Any], *options: str | Path, code: int = 0) -> Any:
+    source, out = write_lines(folder / "in.jsonl", lines), folder / "out.jsonl"
+    assert run_here("run", source, "-m", model, "-o", out, "--overwrite", *options) == code
+    return by_id(read_answers(out))
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_any_order_slots_and_neighbours_give_the_same_answers(tiny: Path, tmp_path: Path):
+    lines = [*LINES, {"custom_id": "warm", "prompt": "Number 1", "temperature": 1.2, "max_tokens": 20}]
+    wanted = {name: place_free(a) for name, a in answers_to(tmp_path, tiny, lines).items()}
+    for other in (lines[::-1], ["bad", *lines, {"prompt": 1}]):
+        found = answers_to(tmp_path, tiny, other, "--slots", "2", "--threads", "1", code=0 if "bad" not in other else 3)
+        assert {name: place_free(found[name]) for name in wanted} == wanted
+
+
+def test_a_line_wins_over_the_command_and_the_command_over_the_model(tmp_path: Path):
+    hot = make_tiny_model(tmp_path / "hot", generation={"do_sample": True, "temperature": 1.5, "top_k": 40})
+    lines = [
+        {"custom_id": "own", "prompt": "a", "max_tokens": 2, "temperature": 0},
+        {"custom_id": "none", "prompt": "a"},
+    ]
+    options = ["--max-tokens", "6", "--set", "ignore_eos=true", "--seed", "3"]
+    plain = answers_to(tmp_path, hot, lines, *options)
+    assert [plain[i]["usage"]["completion_tokens"] for i in ("own", "none")] == [2, 6]
+    warm = answers_to(tmp_path, hot, lines, *options, "--model-sampling")
+    assert warm["own"]["choices"] == plain["own"]["choices"]
+    assert warm["none"]["choices"] != plain["none"]["choices"]
+    cooled = answers_to(tmp_path, hot, lines, *options, "--model-sampling", "--temperature", "0")
+    assert cooled["none"]["choices"] == plain["none"]["choices"]
+
+
+def test_the_seed_of_the_run_and_of_a_line(tiny: Path, tmp_path: Path):
+    lines = [{"custom_id": "r", "prompt": "a"}, {"custom_id": "l", "prompt": "a", "seed": 5}]
+    options = ["--temperature", "2", "--max-tokens", "12", "--set", "ignore_eos=true", "--seed"]
+    a, b, again = (answers_to(tmp_path, tiny, lines, *options, seed) for seed in "121")
+    assert a["r"]["choices"] == again["r"]["choices"] != b["r"]["choices"]
+    assert a["l"]["choices"] == b["l"]["choices"]
+
+
+def test_text_files_and_the_limit(tiny: Path, tmp_path: Path):
+    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_bytes(b"one\n\n  two \r\nthree\n")
+    assert run_here("run", source, "-m", tiny, "-o", out, "--max-tokens", "2", "--limit", "2") == 0
+    answers = by_id(read_answers(out))
+    assert {name: answer["usage"]["prompt_tokens"] for name, answer in answers.items()} == {
+        "line-1": 1 + len("one"),
+        "line-3": 1 + len("  two "),
+    }
+
+
+def test_system_and_raw(chat: Path, tmp_path: Path):
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+    lines = [
+        {"custom_id": "prompt", "prompt": "Hi"},
+        {"custom_id": "chat", "messages": [{"role": "user", "content": "Hi"}]},
+        {"custom_id": "own", "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "Hi"}]},
+        {"custom_id": "raw", "prompt": "Hi", "raw": True},
+    ]
+
+    def prompt_tokens(*options: str | Path) -> dict[str, int]:
+        found = answers_to(tmp_path, chat, lines, "--max-tokens", "1", *options)
+        return {name: answer["usage"]["prompt_tokens"] for name, answer in found.items()}
+
+    plain, system = prompt_tokens(), prompt_tokens("-s", "Be brief.")
+    assert plain["prompt"] == plain["chat"] > plain["raw"] == 3
+    turn = len("system\nBe brief.\n") + 2  # and two control words
+    assert system == plain | {"prompt": plain["prompt"] + turn, "chat": plain["chat"] + turn}
+    assert prompt_tokens("-s", f"@{tmp_path / 'system.txt'}") == system
+    assert prompt_tokens("--raw") == plain | {"prompt": 3}
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "Missing argument 'INPUT'"),
+        (["in.csv"], ".jsonl or .txt"),
+        (["in"], ".jsonl or .txt"),
+        (["no.jsonl"], "No such file"),
+        (["folder.jsonl"], "is a directory"),
+        (["in.jsonl", "--nonsense"], "--nonsense"),
+        (["in.jsonl", "--max-tokens", "-1"], "max_tokens is -1, wanted an integer >= 0"),
+        (["in.jsonl", "--temperature", "nan"], "temperature is NaN, wanted a number >= 0"),
+        (["in.jsonl", "--temperature", "inf"], "temperature is Infinity, wanted"),
+        (["in.jsonl", "--stop", ""], 'stop is [""], wanted'),
+        (["in.jsonl", "--seed", "-1"], "seed is -1, wanted an integer from 0"),
+        (["in.jsonl", "--seed", str(2**64)], "wanted an integer from 0 to 2^64 - 1"),
+        (["in.jsonl", "--set", "top_p=0"], "top_p is 0, wanted a number above 0 and at most 1"),
+        (["in.jsonl", "--set", "top_p=x"], 'top_p is "x", wanted'),
+        (["in.jsonl", "--set", "top_pp=1"], "unknown field top_pp, did you mean top_p?"),
+        (["in.jsonl", "--set", "n=2"], "n is 2, which is not supported"),
+        (["in.jsonl", "--set", "prompt=x"], "prompt belongs to one line"),
+        (["in.jsonl", "--set", "top_p"], "wanted NAME=VALUE"),
+        (["in.jsonl", "--set", "top_k=1", "--set", "top_k=2"], "top_k is given twice"),
+        (["in.jsonl", "--raw", "-s", "x"], "--raw"),
+        (["in.jsonl", "-s", "@no.txt"], "cannot read no.txt"),
+        (["in.jsonl", "-o", "old.jsonl"], "old.jsonl exists: give --overwrite"),
+        (["in.jsonl", "-o", "in.jsonl", "--overwrite"], "is the input itself"),
+        (["in.jsonl", "-o", "no/out.jsonl"], "does not exist"),
+        (["in.jsonl", "-o", "new.jsonl", "--record", "in.jsonl"], "is the input itself"),
+        (["in.jsonl", "-o", "new.jsonl", "--record", "new.jsonl"], "is the output itself"),
+        (["in.jsonl", "--slots", "0"], "--slots"),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused_before_anything_is_done(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    options: list[str],
+    said: str,
+):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "in.jsonl", LINES)
+    (tmp_path / "old.jsonl").write_text("old\n")
+    (tmp_path / "folder.jsonl").mkdir()
+    before = {path: path.stat() for path in tmp_path.iterdir()}
+    assert run_here("run", *options, "-m", "/no/such/model") == 2
+    ended = capfd.readouterr()
+    assert said in ended.err and ended.out == "" and "Traceback" not in ended.err
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == {
+        p: s.st_mtime_ns for p, s in before.items()
+    }
+
+
+def test_a_start_that_fails_costs_no_answers(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    source, out = write_lines(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
+    out.write_text("old\n")
+    assert run_here("run", source, "-m", tmp_path / "no-model", "-o", out, "--overwrite") == 1
+    assert run_here("run", source, "-m", tmp_path / "no-model", "-o", tmp_path / "new.jsonl") == 1
+    assert names(tmp_path) == ["in.jsonl", "out.jsonl"] and out.read_text() == "old\n"
+    assert capfd.readouterr().err.count("error: ") == 2
+
+
+@pytest.mark.parametrize("content", ["", "\n  \n", "\ufeff"])
+def test_an_empty_input_needs_no_model(tmp_path: Path, content: str):
+    (tmp_path / "in.jsonl").write_text(content)
+    out = tmp_path / "out.jsonl"
+    assert run_here("run", tmp_path / "in.jsonl", "-m", "/no/such/model", "-o", out) == 0
+    assert out.read_bytes() == b""
+    assert json.loads((tmp_path / "out.jsonl.run.json").read_text())["state"] == "finished"
+
+
+# ---------------------------------------------------------------- what it says
+
+
+def test_standard_output_is_answers_and_standard_error_plain_lines(tiny: Path, tmp_path: Path):
+    ended = run_apart("run", write_lines(tmp_path / "in.jsonl", [*LINES, {}]), "-m", tiny)
+    assert ended.returncode == 3 and len(read_answers(ended.stdout)) == 7
+    said = ended.stderr.decode()
+    assert not set("\r\x1b") & set(said)
+    assert [line.split()[0] for line in said.splitlines()] == [
+        "model:", "prompts:", "answers:", "requests:", "tokens:", "latency:", "machine:"
+    ]  # fmt: skip
+    assert "requests: 6 ok, 1 failed, 6 cut" in said
+    assert names(tmp_path) == ["in.jsonl"]
+
+
+def test_quiet_says_nothing(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    answers_to(tmp_path, tiny, [*LINES, {}], "-q", code=3)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_record(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TINYVLLM_MODEL", str(tiny))
+    source, record = write_lines(tmp_path / "in.jsonl", [*LINES, {}]), tmp_path / "r.json"
+    assert run_here("run", source, "-o", tmp_path / "o.jsonl", "--record", record, "--set", "top_k=5", "--slots=3") == 3
+    found = json.loads(record.read_text())
+    assert not (tmp_path / "o.jsonl.run.json").exists()
+    assert (found["state"], found["pid"]) == ("finished", os.getpid())
+    assert found["options"]["model"] == {"value": str(tiny), "from": "environment"}
+    assert found["options"]["slots"] == {"value": 3, "from": "command line"}
+    assert found["options"]["seed"] == {"value": 0, "from": "default"}
+    assert found["answers"]["top_k"] == 5 and found["limits"]["max_slots"] == 3
+    assert found["input"]["sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert found["input"]["lines"] == 7
+    assert (found["progress"]["done"], found["progress"]["failed"], found["progress"]["total"]) == (7, 1, 7)
+    assert (found["summary"]["ok"], found["summary"]["failed"]) == (6, 1)
+    used = [a["usage"] for a in read_answers(tmp_path / "o.jsonl") if a["usage"]]
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert found["summary"][name] == found["progress"][name] == sum(usage[name] for usage in used)
+
+
+@pytest.mark.parametrize("uses_date", [False, True])
+def test_the_record_of_a_template(tmp_path: Path, uses_date: bool):
+    template = CHAT_TEMPLATE + ("{{ strftime_now('%Y') }}" if uses_date else "")
+    model = make_tiny_model(tmp_path / "model", chat_template=template)
+    answers_to(tmp_path, model, LINES[:1])
+    found = json.loads((tmp_path / "out.jsonl.run.json").read_text())
+    assert found["chat_template"]["sha256"] == hashlib.sha256(template.encode()).hexdigest()
+    assert ("frozen_date" in found) is uses_date
+
+
+# ---------------------------------------------------------------- pipes and signals
+
+
+def start(tiny: Path, *options: str | Path, **streams: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*TINYVLLM, "run", "-", "-m", str(tiny), *map(str, options)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **streams,
+    )
+
+
+def first_answer(run: subprocess.Popen[bytes], custom_id: int) -> None:
+    """Write a line and wait for its answer, while standard input stays open."""
+    assert run.stdin is not None and run.stdout is not None
+    run.stdin.write(json.dumps({"custom_id": custom_id, "prompt": "x", "max_tokens": 2}).encode() + b"\n")
+    run.stdin.flush()
+    assert json.loads(run.stdout.readline())["custom_id"] == custom_id
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_run_that_waits_for_a_slow_pipe(tiny: Path, tmp_path: Path, signum: signal.Signals):
+    run = start(tiny, "--record", tmp_path / "r.json")
+    first_answer(run, 1)
+    first_answer(run, 2)
+    run.send_signal(signum)
+    assert run.wait(15) == 128 + signum
+    out, err = run.communicate()
+    assert out == b"" and b"2 ok, 0 failed" in err and b"Traceback" not in err
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["state"] == "stopped" and found["progress"]["done"] == 2
+
+
+def test_a_reader_that_has_enough(tiny: Path):
+    run = start(tiny)
+    assert run.stdin is not None and run.stdout is not None and run.stderr is not None
+    first_answer(run, 1)
+    run.stdout.close()
+    run.stdin.write((CASES / "c06_pipe.jsonl").read_bytes())
+    run.stdin.close()
+    assert run.wait(15) == EXIT_PIPE
+    said = run.stderr.read()
+    assert [line.split()[0] for line in said.decode().splitlines()] == ["model:", "prompts:", "answers:"]
+    run.stderr.close()
+
+
+def test_help_that_nobody_reads_on_is_quiet():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    ended = subprocess.run([*TINYVLLM, "run", "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False)
+    os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (EXIT_PIPE, b"")
+
+
+def test_closed_standard_streams(tiny: Path, tmp_path: Path):
+    source = write_lines(tmp_path / "in.jsonl", LINES)
+    command = " ".join([*TINYVLLM, "run", str(source), "-m", str(tiny)])
+    closed = subprocess.run(f"{command} >&-", shell=True, capture_output=True, check=False)
+    assert closed.returncode == 2 and b"standard output is closed" in closed.stderr
+    silent = subprocess.run(f"{command} 2>&-", shell=True, capture_output=True, check=False)
+    assert silent.returncode == 0 and len(read_answers(silent.stdout)) == len(LINES)
+
+
+HANGING = """
+import signal, sys, time
+from tinyvllm_cli.cli.signals import Interrupts
+interrupts = Interrupts()
+interrupts.install()
+with interrupts.hold():
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.1)
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    with subprocess.Popen([sys.executable, "-c", HANGING], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert process.poll() is None, "the first one waits"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 130
+
+
+def test_a_signal_is_held_until_the_block_ends():
+    interrupts, done = Interrupts(), []
+    before = {signum: signal.getsignal(signum) for signum in (2, 15, 1, signal.SIGALRM)}
+    try:
+        interrupts.install()
+        with pytest.raises(Interrupted) as caught, interrupts.hold():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("the rest of the block")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert done and caught.value.exit_code == 143
+
+
+# ---------------------------------------------------------------- exit codes
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def command() -> object:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (OutputClosedError("gone"), 141, ""),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
+        (MemoryError(), 1, "error: out of memory"),
+        (OSError(errno.ENOSPC, "No space left on device", "x.bin"), 1, "error: No space left on device: x.bin"),
+        (click.UsageError("no\nsuch"), 2, "Error: no\nsuch"),
+    ],
+)
+def test_how_a_command_ends(error: Exception, code: int, said: str, capfd: pytest.CaptureFixture[str]):
+    assert exit_code(raising(error)) == code
+    assert capfd.readouterr().err.startswith(said)
+
+
+def test_a_bug_is_one_line_and_its_traceback_is_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert exit_code(raising(KeyError("x\ny"))) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    (report,) = tmp_path.iterdir()
+    assert line.startswith("error: internal error: KeyError") and str(report) in line
+    assert "Traceback" in report.read_text() and "raise error" in report.read_text()
+
+
+def test_the_help_of_each_command_is_the_one_in_the_list():
+    context = click.Context(tinyvllm)
+    for name, help_text in COMMANDS.items():
+        command = tinyvllm.get_command(context, name)
+        assert command is not None and command.name == name
+        assert command.get_short_help_str(200) == help_text
+
+
+def test_every_option_of_run_is_explained(capfd: pytest.CaptureFixture[str]):
+    assert run_here("run", "--help") == 0
+    page = capfd.readouterr().out
+    command = tinyvllm.get_command(click.Context(tinyvllm), "run")
+    assert command is not None
+    for parameter in command.params:
+        assert parameter.opts[0] in page or parameter.name == "input"
+        assert isinstance(parameter, click.Argument) or parameter.help
+    assert "Examples:" in page

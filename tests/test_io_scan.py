@@ -1,0 +1,55 @@
+"""Before the model: requests are counted, and two lines with one id are found, whatever else the file holds."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinyvllm_cli.errors import UsageError
+from tinyvllm_cli.io import scan
+from tinyvllm_cli.io.scan import scan_file
+
+ids = st.one_of(st.none(), st.integers(0, 6), st.integers(0, 6).map(str), st.integers(0, 6).map(lambda i: f"line-{i}"))
+
+
+def write(folder: Path, lines: list[str]) -> Path:
+    path = folder / "in.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scan")
+
+
+@given(custom_ids=st.lists(ids, max_size=6), weak=st.booleans(), limit=st.none() | st.integers(0, 6))
+def test_two_lines_with_one_id_are_refused_and_no_others(
+    folder: Path, custom_ids: list[str | int | None], weak: bool, limit: int | None
+):
+    path = write(folder, [json.dumps({"custom_id": i}) for i in custom_ids])
+    named = [f"line-{n}" if i is None else i for n, i in enumerate(custom_ids, start=1)][:limit]
+    pairs = [(a + 1, b + 1) for b in range(len(named)) for a in range(b) if named[a] == named[b]]
+    with pytest.MonkeyPatch.context() as patch:
+        if weak:  # every two ids have one hash
+            patch.setattr(scan, "_hash", lambda line: 7)
+        if not pairs:
+            assert scan_file(path, text_lines=False, limit=limit).requests == len(named)
+            return
+        with pytest.raises(UsageError, match=f"lines {pairs[0][0]} and {pairs[0][1]} "):
+            scan_file(path, text_lines=False, limit=limit)
+
+
+def test_what_a_scan_knows(tmp_path: Path):
+    path = write(tmp_path, ["", "{", "  ", "[]", '{"prompt": "x"}', "\x00"])
+    found = scan_file(path, text_lines=False, limit=3)
+    assert (found.requests, found.lines) == (3, 4)
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_equal_text_lines_are_no_equal_ids(tmp_path: Path):
+    path = write(tmp_path, ['{"custom_id": 1}'] * 3)
+    assert scan_file(path, text_lines=True, limit=None).requests == 3

@@ -1,0 +1,221 @@
+"""The loop of a run, over the real engine and a scripted backend: every line once, at once, in any company."""
+
+import io
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import by_id, place_free, read_answers
+from fake_backend import FakeBackend, FakeCodec, VirtualClock, hashed, limits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.io.feed import AHEAD, Feed, FileFeed, PipeFeed
+from tinyvllm_cli.io.progress import Silent
+from tinyvllm_cli.io.prompts import Defaults, Item, read_lines, read_requests
+from tinyvllm_cli.io.record import RunRecord
+from tinyvllm_cli.io.results import ResultWriter
+from tinyvllm_cli.job import Job
+
+GOOD = [
+    {"custom_id": "a", "prompt_token_ids": [5, 6], "max_tokens": 9},
+    {"custom_id": "b", "prompt_token_ids": [5, 6], "max_tokens": 4, "ignore_eos": True, "metadata": {"k": 1}},
+    {"custom_id": "c", "prompt_token_ids": list(range(8, 40)), "temperature": 1, "max_tokens": 12},
+    {"custom_id": "d", "prompt_token_ids": [9], "max_tokens": 0},
+    {"custom_id": "e", "prompt_token_ids": [9], "max_tokens": 200, "ignore_eos": True},
+]
+BAD = [
+    {"custom_id": "too long", "prompt_token_ids": [8] * 64},
+    {"custom_id": "no ids", "prompt": "the fake text side refuses this"},
+    {"custom_id": "typo", "prompt_token_ids": [9], "max_token": 1},
+]
+
+
+def items(lines: list[Any]) -> Iterator[Item]:
+    return read_requests(read_lines(io.BytesIO(encoded(lines))), Defaults())
+
+
+def encoded(lines: list[Any]) -> bytes:
+    return b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+
+
+def make_engine(**changes: int) -> Engine:
+    clock = VirtualClock()
+    return Engine(FakeBackend(limits(**changes), hashed(), clock), FakeCodec(clock), eos_token_ids=(2, 7), clock=clock)
+
+
+def make_job(engine: Engine, feed: Feed, fd: int, **options: Any) -> Job:
+    record = options.pop("record", RunRecord(None, {}, warn=print))
+    return Job(engine, feed, ResultWriter(fd, "out"), display=Silent(), record=record, **options)
+
+
+def run(path: Path, lines: list[Any], feed: Feed | None = None, **changes: int) -> list[dict[str, Any]]:
+    with path.open("wb") as out:
+        make_job(make_engine(**changes), feed or FileFeed(items(lines)), out.fileno()).run()
+    return read_answers(path)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("job") / "out.jsonl"
+
+
+@settings(max_examples=40)
+@given(data=st.data(), slots=st.integers(1, 5))
+def test_an_answer_is_the_same_in_any_order_and_company(out: Path, data: st.DataObject, slots: int):
+    alone = {line["custom_id"]: place_free(run(out, [line])[0]) for line in GOOD + BAD}
+    lines = data.draw(st.permutations(GOOD + BAD))
+    garbage = data.draw(st.lists(st.sampled_from([b"{", b"[]", b"\xff", b"{}"]), max_size=4))
+    answers = run(out, [*garbage, *lines], max_slots=slots)
+    assert sorted(answer["index"] for answer in answers) == list(range(len(garbage) + len(lines)))
+    found = by_id(answers)
+    assert {name: place_free(found[name]) for name in alone} == alone
+
+
+def test_no_tokens_wanted_is_an_answer_without_choices(out: Path):
+    (answer,) = run(out, [{"prompt_token_ids": [9, 9], "max_tokens": 0}])
+    assert (answer["choices"], answer["error"]) == ([], None)
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 0}
+
+
+def test_the_tally(out: Path):
+    with out.open("wb") as file:
+        job = make_job(make_engine(), FileFeed(items(GOOD + BAD)), file.fileno(), total=8)
+        job.run()
+    answers = read_answers(out)
+    summary = job.summary(load_s=1.5, num_blocks=100)
+    assert (summary.ok, summary.failed) == (5, 3)
+    cut = [a for a in answers if a["choices"] and a["choices"][0]["finish_reason"] == "length"]
+    assert summary.cut == len(cut) > 0
+    used = [answer["usage"] for answer in answers if answer["usage"]]
+    assert summary.completion_tokens == sum(usage["completion_tokens"] for usage in used) > 0
+    assert summary.prompt_tokens == sum(usage["prompt_tokens"] for usage in used)
+    e2e = sorted(a["stats"]["e2e_s"] for a in answers if a["stats"] and a["stats"]["ttft_s"] is not None)
+    assert summary.e2e_p50_s == pytest.approx((e2e[1] + e2e[2]) / 2) and len(e2e) == 4
+    progress = job.progress()
+    assert (progress.done, progress.failed, progress.total, progress.seconds_left) == (8, 3, 8, 0)
+
+
+def test_an_input_is_read_no_further_ahead_than_the_engine_asks(out: Path):
+    taken: list[int] = []
+    lines = [{"prompt_token_ids": [9], "max_tokens": 50, "ignore_eos": True}] * 40
+
+    def watched() -> Iterator[Item]:
+        for item in items(lines):
+            taken.append(item.request_id)
+            yield item
+
+    engine = make_engine(max_slots=2)
+    steps: list[int] = []
+    step = engine.step
+    engine.step = lambda: steps.append(len(taken)) or step()  # type: ignore[method-assign]
+    with out.open("wb") as file:
+        make_job(engine, FileFeed(watched()), file.fileno()).run()
+    assert len(read_answers(out)) == 40 and steps[0] <= 4
+
+
+def test_only_an_idle_engine_waits_for_a_line(out: Path):
+    engine, waits = make_engine(max_slots=1), []
+
+    class Watched(FileFeed):
+        def pull(self, wait_s: float) -> Item | None:
+            waits.append((engine.idle, wait_s > 0))
+            return None if len(waits) % 2 else super().pull(wait_s)
+
+    with out.open("wb") as file:
+        make_job(engine, Watched(items(GOOD)), file.fileno()).run()
+    assert len(read_answers(out)) == len(GOOD)
+    assert set(waits) == {(True, True), (False, False)}
+
+
+def test_a_slow_pipe_keeps_no_answer_back():
+    """The second line is written only after the first one's answer has arrived."""
+    in_read, in_write = os.pipe()
+    out_read, out_write = os.pipe()
+    feed = PipeFeed(read_requests(read_lines(os.fdopen(in_read, "rb")), Defaults()))
+    job = make_job(make_engine(), feed, out_write)
+    thread = threading.Thread(target=job.run, daemon=True)
+    thread.start()
+    with os.fdopen(out_read, "rb") as answers:
+        for i in range(3):
+            os.write(in_write, json.dumps({"custom_id": i, "prompt_token_ids": [9], "max_tokens": 3}).encode() + b"\n")
+            assert json.loads(answers.readline())["custom_id"] == i
+        os.close(in_write)
+        thread.join(10)
+        assert not thread.is_alive()
+        os.close(out_write)
+        assert answers.read() == b""
+
+
+def test_a_pipe_gives_what_a_file_gives_and_a_fault_in_reading_is_not_lost(out: Path):
+    lines = [{**line, "custom_id": f"{line['custom_id']}-{i}"} for i in range(AHEAD) for line in GOOD + BAD]
+    wanted = by_id(run(out, lines))
+    found = by_id(run(out, lines, PipeFeed(items(lines))))
+    assert {name: place_free(found[name]) for name in wanted} == {n: place_free(a) for n, a in wanted.items()}
+
+    def broken() -> Iterator[Item]:
+        yield from items(GOOD)
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output error"):
+        run(out, [], PipeFeed(broken()))
+
+
+def test_internal_errors_are_recorded_and_the_run_goes_on(tmp_path: Path):
+    clock = VirtualClock()
+    engine = Engine(
+        FakeBackend(limits(), hashed(), clock), FakeCodec(clock, broken_token=9), eos_token_ids=(2,), clock=clock
+    )
+    record = RunRecord(tmp_path / "r.json", {}, warn=print)
+    lines = [
+        {"custom_id": i, "prompt_token_ids": [30 + i], "logit_bias": {}, "max_tokens": 200, "temperature": 1}
+        for i in range(6)
+    ]
+    with (tmp_path / "out").open("wb") as file:
+        job = make_job(engine, FileFeed(items(lines)), file.fileno(), record=record)
+        job.run()
+    answers = read_answers(tmp_path / "out")
+    assert len(answers) == 6
+    bugs = [answer["error"] for answer in answers if answer["error"]]
+    assert {error["type"] for error in bugs} == {"internal"} and job.tally.failed == len(bugs) > 0
+    record.write("finished", {})
+    assert "LookupError" in json.loads((tmp_path / "r.json").read_text())["tracebacks"][0]
+    assert all("Traceback" not in error["message"] for error in bugs)
+
+
+def test_a_signal_waits_for_the_answers_of_a_step(out: Path):
+    """What a step finished is written before the run ends."""
+
+    class Signal(BaseException):
+        pass
+
+    came: list[bool] = []
+
+    @contextmanager
+    def hold() -> Iterator[None]:
+        yield
+        if came:
+            raise Signal
+
+    engine = make_engine()
+    step, finished = engine.step, []
+
+    def interrupted_step() -> list[Any]:
+        events = step()
+        done = [event for event in events if hasattr(event, "custom_id")]
+        if done:
+            came.append(True)
+            finished.extend(done)
+        return events
+
+    engine.step = interrupted_step  # type: ignore[method-assign]
+    lines = [{"custom_id": i, "prompt_token_ids": [9], "max_tokens": 3, "ignore_eos": True} for i in range(4)]
+    with out.open("wb") as file, pytest.raises(Signal):
+        make_job(engine, FileFeed(items(lines)), file.fileno(), hold=hold).run()
+    assert [a["custom_id"] for a in read_answers(out)] == [done.custom_id for done in finished] != []

@@ -1,0 +1,125 @@
+"""The command `tinyvllm`: finds the subcommand, and turns every way it can end into an exit code and one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from tinyvllm_cli import __version__
+from tinyvllm_cli.cli.signals import Interrupted, Interrupts
+from tinyvllm_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_PIPE, OutputClosedError, TinyvllmError
+
+# Each name is also that of a module here and of the command in it, which is imported only when it is needed.
+COMMANDS = {
+    "run": "Answer every line of a file, one JSON line each.",
+    "models": "List, download and inspect models.",
+    "doctor": "Check this machine, and a known answer.",
+}
+
+EPILOG = """\b
+Examples:
+  tinyvllm run prompts.jsonl -o answers.jsonl
+  tinyvllm models list
+  tinyvllm run --help
+"""
+
+
+class LazyGroup(click.Group):
+    """A group whose help needs none of its commands."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(import_module(f"tinyvllm_cli.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EPILOG,
+)
+@click.version_option(__version__, prog_name="tinyvllm")
+def tinyvllm() -> None:
+    """Batch inference for Llama-family language models: a file of prompts in, a file of answers out."""
+
+
+def main() -> NoReturn:
+    """Run the command line of this process and end it."""
+    _open_standard_streams()
+    interrupts = Interrupts()
+    interrupts.install()
+    try:
+        code = exit_code(lambda: tinyvllm.main(prog_name="tinyvllm", standalone_mode=False, obj=interrupts.hold))
+    except Interrupted as error:
+        code = error.exit_code
+    sys.exit(code)
+
+
+def exit_code(command: Callable[[], object]) -> int:
+    """Run `command`; its exit code, after one line on standard error where it did not end well."""
+    try:
+        result = command()
+    except (OutputClosedError, BrokenPipeError, SystemExit):  # click exits where its own output finds no reader
+        return EXIT_PIPE
+    except click.ClickException as error:
+        with suppress(OSError):
+            error.show()
+        return error.exit_code
+    except Exception as error:
+        return _failed(error)
+    return result if isinstance(result, int) else EXIT_OK
+
+
+def _failed(error: Exception) -> int:
+    if isinstance(error, TinyvllmError):
+        return _say(str(error), error.exit_code)
+    if isinstance(error, MemoryError):
+        return _say("out of memory: try fewer --slots or a smaller --max-model-len")
+    if isinstance(error, OSError):  # the machine's fault: a full disk, a device that fails, a file that went away
+        return _say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+    return _internal_error(error)
+
+
+def _say(message: str, code: int = EXIT_FAILED) -> int:
+    with suppress(OSError, ValueError):
+        click.echo("error: " + " ".join(message.split()), err=True)
+    return code
+
+
+def _internal_error(error: Exception) -> int:
+    """A bug: the traceback goes to a file, so that it is there to be reported and in nobody's way."""
+    import tempfile
+    import traceback
+
+    where = ""
+    with suppress(OSError), tempfile.NamedTemporaryFile("w", prefix="tinyvllm-", suffix=".txt", delete=False) as file:
+        file.write(f"tinyvllm {__version__}: {sys.argv}\n" + "".join(traceback.format_exception(error)))
+        where = f"; please report it with {file.name}"
+    return _say(f"internal error: {type(error).__name__}: {error} (this is a bug{where})")
+
+
+def _open_standard_streams() -> None:
+    """Where one of them was closed, the first file that is opened would take its place, and its text."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free; writing to it fails, so nothing is lost
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  nobody listens, and no code need ask

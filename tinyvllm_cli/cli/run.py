@@ -1,0 +1,51 @@
+"""`tinyvllm run`: answer every line of a file."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from tinyvllm_cli.cli.options import (
+    GroupedCommand,
+    answer_options,
+    machine_options,
+    model_options,
+    output_options,
+    prompt_options,
+    work_options,
+)
+
+EPILOG = """\b
+Examples:
+  tinyvllm run prompts.jsonl -o answers.jsonl
+  tinyvllm run questions.txt -m ./my-model -s "Answer in one word." --max-tokens 8
+  cat prompts.jsonl | tinyvllm run - -q | jq -r '.choices[0].text'
+  tinyvllm run prompts.jsonl -o warm.jsonl --temperature 0.7 --set top_p=0.9 --seed 1
+"""
+
+
+@click.command(cls=GroupedCommand, epilog=EPILOG)
+@click.argument("input", metavar="INPUT")
+@model_options
+@prompt_options
+@answer_options
+@output_options
+@work_options
+@machine_options
+@click.pass_context
+def run(context: click.Context, /, **options: Any) -> None:
+    """Answer every line of a file, one JSON line each.
+
+    INPUT is a .jsonl file (one JSON object a line, with "prompt", "messages" or "prompt_token_ids"), a .txt file (one
+    prompt a line), or - for JSON lines on standard input. A line that cannot be answered gets an error; the others go
+    on.
+    """
+    from tinyvllm_cli.run_file import RunOptions, run_file
+
+    origins = {}
+    for name in options:
+        source = context.get_parameter_source(name)
+        origins[name] = "default" if source is None else source.name.lower().replace("commandline", "command line")
+    context.exit(run_file(RunOptions(**options), origins=origins, command=sys.argv, hold=context.obj))

@@ -1,0 +1,57 @@
+"""Signals: the first one ends a run in good order, the second one at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+GRACE_S = 10.0  # for what a signal has to wait for: a step of the model, a reader that does not read
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal asked for the end. No Exception, so that nothing that handles errors stops it on its way."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.exit_code = 128 + signum
+
+
+class Interrupts:
+    """The signal handlers of a process that are to end it."""
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._held = False
+
+    def install(self) -> None:
+        """SIGHUP stays ignored where it was (nohup)."""
+        for signum in SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._handle)
+        signal.signal(signal.SIGALRM, self._leave)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """A signal that comes inside takes effect at the end of the block."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._received is not None:
+            raise Interrupted(self._received)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._received is not None:
+            self._leave(signum, frame)
+        self._received = signum
+        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+        if not self._held:
+            raise Interrupted(signum)
+
+    def _leave(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        os._exit(128 + (self._received or signum))

@@ -1,0 +1,1 @@
+"""Reading prompts, writing answers, the run record and the progress display."""

@@ -1,0 +1,180 @@
+"""The fields a line may carry: their types, ranges and the errors that name field, found and wanted."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from tinyvllm_cli.errors import RequestError
+from tinyvllm_cli.types import SamplingParams
+
+SEED_LIMIT = 2**64
+SHOWN_CHARS = 60  # of a value in a message
+ANSWER_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+# What the command may set for every line with --set, besides the answer fields.
+PROMPT_FIELDS = frozenset({"chat_template_kwargs", "continue_final_message"})
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """How one field is read: a msgspec type that checks type and range, and the same in words."""
+
+    decode: Callable[[bytes], Any]
+    wanted: str
+    # A field this version knows but cannot obey: the values that ask for nothing. None: it obeys every value.
+    neutral: tuple[Any, ...] | None = None
+
+
+def _field(kind: Any, wanted: str, neutral: tuple[Any, ...] | None = None) -> Field:
+    return Field(msgspec.json.Decoder(kind, strict=True).decode, wanted, neutral)
+
+
+def _seed(raw: bytes) -> int:
+    # msgspec's own upper bounds end at 2^63 - 1.
+    seed = msgspec.json.decode(raw, type=Annotated[int, Meta(ge=0)])
+    if seed >= SEED_LIMIT:
+        raise msgspec.ValidationError("out of range")
+    return seed
+
+
+def _stop(raw: bytes) -> tuple[str, ...]:
+    text = Annotated[str, Meta(min_length=1)]
+    stop = msgspec.json.decode(raw, type=text | list[text])
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _logit_bias(raw: bytes) -> tuple[tuple[int, float], ...]:
+    bias = msgspec.json.decode(raw, type=dict[int, Annotated[float, Meta(ge=-100, le=100)]])
+    return tuple(bias.items())
+
+
+_COUNT = Annotated[int, Meta(ge=0)]
+_PENALTY = Annotated[float, Meta(ge=-2, le=2)]
+
+FIELDS: dict[str, Field] = {
+    # the prompt; messages are checked further in io/messages.py
+    "custom_id": _field(str | int, "a text or an integer"),
+    "prompt": _field(str, "a text"),
+    "messages": _field(list[dict[str, Any]], "a list of messages with role and content"),
+    "prompt_token_ids": _field(tuple[int, ...], "a list of token ids"),
+    "metadata": Field(msgspec.json.decode, "a JSON value that is in the range of numbers"),
+    "raw": _field(bool, "true or false"),
+    "chat_template_kwargs": _field(dict[str, Any], "an object"),
+    "continue_final_message": _field(bool, "true or false"),
+    # the answer
+    "max_tokens": _field(_COUNT, "an integer >= 0"),
+    "temperature": _field(Annotated[float, Meta(ge=0)], "a number >= 0"),
+    "top_p": _field(Annotated[float, Meta(gt=0, le=1)], "a number above 0 and at most 1"),
+    "top_k": _field(_COUNT, "an integer >= 0 (0: no limit)"),
+    "min_p": _field(Annotated[float, Meta(ge=0, le=1)], "a number from 0 to 1"),
+    "seed": Field(_seed, "an integer from 0 to 2^64 - 1"),
+    "stop": Field(_stop, "a text or a list of texts, none of them empty"),
+    "stop_token_ids": _field(tuple[int, ...], "a list of token ids"),
+    "include_stop_str_in_output": _field(bool, "true or false"),
+    "min_tokens": _field(_COUNT, "an integer >= 0"),
+    "ignore_eos": _field(bool, "true or false"),
+    "logit_bias": Field(_logit_bias, "an object of token ids with numbers from -100 to 100"),
+    # known, but not in this version
+    "n": _field(Annotated[int, Meta(ge=1)], "an integer >= 1", (1,)),
+    "presence_penalty": _field(_PENALTY, "a number from -2 to 2", (0,)),
+    "frequency_penalty": _field(_PENALTY, "a number from -2 to 2", (0,)),
+    "repetition_penalty": _field(Annotated[float, Meta(gt=0)], "a number above 0", (1,)),
+    "logprobs": _field(Annotated[int, Meta(ge=0, le=20)], "an integer from 0 to 20", ()),
+    "choice": _field(Any, "a list of texts", ()),
+    "json_schema": _field(Any, "a JSON schema", ()),
+    "regex": _field(Any, "a regular expression", ()),
+    "grammar": _field(Any, "a grammar", ()),
+    "response_format": _field(Any, "a response format", ({"type": "text"},)),
+    "tools": _field(Any, "a list of tools", ([],)),
+    "functions": _field(Any, "a list of functions", ([],)),
+    "tool_choice": _field(Any, "a tool choice", ("none",)),
+    "stream": _field(bool, "true or false", (False,)),
+    "method": _field(Any, "an HTTP method", ()),
+    "url": _field(Any, "a path", ()),
+    "body": _field(Any, "a request body", ()),
+}
+
+
+def shown(value: Any) -> str:
+    """A value as JSON for a message: on one line, and short."""
+    try:
+        return _short(msgspec.json.encode(value).decode())
+    except RecursionError:
+        return "a value nested too deeply"
+
+
+def invalid(name: str, found: str, wanted: str) -> RequestError:
+    """The one sentence of every wrong value."""
+    return RequestError("invalid_value", f"{name} is {found}, wanted {wanted}", name)
+
+
+def unknown_field(name: str, known: Mapping[str, Any]) -> RequestError:
+    """Names the nearest of `known`, where one is near."""
+    name = name[:SHOWN_CHARS]
+    plain = name if name.isprintable() and name else shown(name)
+    nearest = difflib.get_close_matches(name, known, 1)
+    hint = f", did you mean {nearest[0]}?" if nearest else ""
+    return RequestError("unknown_field", f"unknown field {plain}{hint}", plain)
+
+
+def read_field(name: str, raw: bytes) -> Any:
+    """The value of one field from its JSON text, checked; RequestError unknown_field, invalid_value or unsupported."""
+    field = FIELDS.get(name)
+    if field is None:
+        raise unknown_field(name, FIELDS)
+    try:
+        value = field.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        if name == "prompt" and raw.startswith(b"["):
+            message = "prompt is a list, which is not supported: write one line for each prompt"
+            raise RequestError("unsupported", message, name) from None
+        raise invalid(name, _short(raw.decode()), field.wanted) from None
+    if field.neutral is not None and value not in field.neutral:
+        raise _unsupported(name, value, field.neutral)
+    return value
+
+
+def read_fields(raw_fields: Mapping[str, bytes]) -> dict[str, Any]:
+    """Every field of a line, checked. Null means that a field is absent; fields that ask for nothing are left out."""
+    values = {}
+    for name, raw in raw_fields.items():
+        if bytes(raw) == b"null" and name in FIELDS:
+            continue
+        value = read_field(name, bytes(raw))
+        if FIELDS[name].neutral is None:
+            values[name] = value
+    return values
+
+
+def read_setting(name: str, text: str) -> Any:
+    """One --set NAME=VALUE: VALUE is JSON, else a string. RequestError as for a line."""
+    if name not in FIELDS:
+        raise unknown_field(name, FIELDS)
+    if FIELDS[name].neutral is None and name not in ANSWER_FIELDS | PROMPT_FIELDS:
+        raise RequestError("invalid_value", f"{name} belongs to one line and cannot be set for all", name)
+    try:
+        raw = text.encode()
+        msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        raw = msgspec.json.encode(text.encode(errors="replace").decode())
+    return read_field(name, raw)
+
+
+def _short(text: str) -> str:
+    text = " ".join(text[: 4 * SHOWN_CHARS].split())
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
+
+
+def _unsupported(name: str, value: Any, neutral: tuple[Any, ...]) -> RequestError:
+    if name in {"method", "url", "body"}:
+        message = f"OpenAI Batch lines ({name}) are not supported, wanted prompt, messages or prompt_token_ids"
+    elif neutral:
+        message = f"{name} is {shown(value)}, which is not supported, wanted {shown(neutral[0])}"
+    else:
+        message = f"{name} is not supported, wanted a line without it"
+    return RequestError("unsupported", message, name)

@@ -1,0 +1,120 @@
+"""What a run says on standard error: a bar on a terminal, plain lines now and then anywhere else."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+from tinyvllm_cli.io.summary import Progress
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+LINE_EVERY_S = 10.0
+BAR_EVERY_S = 0.25
+
+
+class Display(Protocol):
+    def say(self, line: str) -> None:
+        """One line that stays."""
+        ...
+
+    def update(self, progress: Progress) -> None:
+        """Called after every step; shows what is worth showing."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def warn(line: str) -> None:
+    """A line on standard error, whatever has become of it: a run outlives the terminal it was started from."""
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            print(line, file=sys.stderr, flush=True)
+
+
+def make_display(*, quiet: bool, answers_on_terminal: bool) -> Display:
+    """answers_on_terminal: the lines of a bar would be torn by the answers."""
+    if quiet:
+        return Silent()
+    terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return Bar() if terminal and not answers_on_terminal else PlainLines()
+
+
+class Silent:
+    def say(self, line: str) -> None: ...
+
+    def update(self, progress: Progress) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainLines:
+    def __init__(self, every_s: float = LINE_EVERY_S) -> None:
+        self._every_s = every_s
+        self._shown = time.monotonic()
+
+    def say(self, line: str) -> None:
+        warn(line)
+
+    def update(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now - self._shown >= self._every_s:
+            self._shown = now
+            warn(progress_line(progress))
+
+    def close(self) -> None: ...
+
+
+def progress_line(progress: Progress) -> str:
+    of = "" if progress.total is None else f" of {progress.total}"
+    failed = f", {progress.failed} failed" if progress.failed else ""
+    left = progress.seconds_left
+    about = "" if left is None else f", about {duration(left)} left"
+    return f"progress: {progress.done}{of} done{failed}, {progress.tokens_per_s:.1f} tokens/s{about}"
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+class Bar:
+    """A rich progress bar, redrawn by the run itself: a thread would take the interpreter from the engine."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+        self._bar = RichProgress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+        self._task: TaskID | None = None
+        self._shown = 0.0
+
+    def say(self, line: str) -> None:
+        with suppress(OSError):
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now - self._shown < BAR_EVERY_S:
+            return
+        self._shown = now
+        with suppress(OSError):
+            if self._task is None:
+                self._bar.start()
+                self._task = self._bar.add_task("", total=progress.total)
+            text = progress_line(progress).partition(" done")[2].lstrip(", ")
+            self._bar.update(self._task, completed=progress.done, total=progress.total, description=text, refresh=True)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._bar.stop()

@@ -1,0 +1,213 @@
+"""From the lines of an input to requests; a line that cannot be one becomes a Completion with its error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, BinaryIO, TypeAlias
+
+import msgspec
+
+from tinyvllm_cli.errors import RequestError
+from tinyvllm_cli.io.fields import ANSWER_FIELDS, invalid, read_field, read_fields, shown
+from tinyvllm_cli.io.messages import read_messages
+from tinyvllm_cli.types import Completion, Failure, Request, SamplingParams
+
+BOM = b"\xef\xbb\xbf"
+PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+
+Item: TypeAlias = Request | Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line that is not blank, without its line end."""
+
+    index: int  # among the lines that are not blank, from 0
+    number: int  # physical, from 1
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What holds for a line that says nothing else."""
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+    raw: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
+
+
+class _WithId(msgspec.Struct):
+    custom_id: str | int | None = None
+
+
+_ID = msgspec.json.Decoder(_WithId)
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def read_lines(stream: BinaryIO, limit: int | None = None) -> Iterator[Line]:
+    """The first `limit` lines that are not blank. A line ends at \\n only; a \\r before it and a leading BOM go."""
+    return islice(_lines(stream), limit)
+
+
+def _lines(stream: BinaryIO) -> Iterator[Line]:
+    index = 0
+    for number, line in enumerate(stream, start=1):
+        text = line.removeprefix(BOM) if number == 1 else line
+        if text.strip():
+            yield Line(index, number, text.removesuffix(b"\n").removesuffix(b"\r"))
+            index += 1
+
+
+def line_id(line: Line) -> tuple[str | int, bool]:
+    """The custom_id of a JSON line and whether it is the line's own; one that has none is called by its number.
+
+    A line that cannot be read as a whole keeps its id if that much can be read.
+    """
+    custom_id = _own_id(line.text)
+    return (f"line-{line.number}", False) if custom_id is None else (custom_id, True)
+
+
+def _own_id(text: bytes) -> str | int | None:
+    with suppress(msgspec.DecodeError, RecursionError):
+        return _ID.decode(text).custom_id
+    with suppress(msgspec.DecodeError, RecursionError):  # half a surrogate pair in another string leaves the id good
+        custom_id = _ID.decode(SURROGATE.sub(rb"\\ufffd", text)).custom_id
+        return None if "\ufffd" in str(custom_id) else custom_id
+    return None
+
+
+def read_requests(
+    lines: Iterator[Line], defaults: Defaults, *, text_lines: bool = False, check_ids: bool = False
+) -> Iterator[Item]:
+    """A Request for every line, or a Completion with the error. No line makes it raise.
+
+    text_lines: a line is a prompt as it stands (.txt), else a JSON object. check_ids: refuse a custom_id that an
+    earlier line has; for inputs that could not be checked as a whole before.
+    """
+    seen: set[bytes] = set()
+    for line in lines:
+        custom_id, own = (f"line-{line.number}", False) if text_lines else line_id(line)
+        if check_ids:
+            key = msgspec.json.encode(custom_id)
+            if key in seen:
+                message = f"custom_id {shown(custom_id)} was given by an earlier line, wanted one of its own"
+                yield _refused(line, custom_id, Failure("duplicate_id", message, "custom_id"))
+                continue
+            seen.add(key)
+        blank = Request(
+            request_id=line.index,
+            custom_id=custom_id,
+            line=line.number,
+            has_own_id=own,
+            raw=defaults.raw,
+            chat_template_kwargs=defaults.chat_template_kwargs,
+            continue_final_message=defaults.continue_final_message,
+            params=defaults.params,
+        )
+        yield _text_item(line, blank) if text_lines else _json_item(line, blank)
+
+
+def _text_item(line: Line, blank: Request) -> Item:
+    try:
+        return dataclasses.replace(blank, prompt=_decode(line.text))
+    except RequestError as error:
+        return _refused(line, blank.custom_id, Failure(error.type, error.message, error.field))
+
+
+def _json_item(line: Line, blank: Request) -> Item:
+    metadata = None
+    try:
+        raw_fields = _split(line.text)
+        metadata = _take_metadata(raw_fields)
+        return _request(read_fields(raw_fields), dataclasses.replace(blank, metadata_json=metadata))
+    except RequestError as error:
+        failure = Failure(error.type, error.message, error.field)
+    except MemoryError:  # no fault of the line
+        raise
+    except Exception as error:
+        message = f"a bug in reading this line: {type(error).__name__}"
+        failure = Failure("internal", message, detail=traceback.format_exc())
+    return _refused(line, blank.custom_id, failure, metadata)
+
+
+def _refused(line: Line, custom_id: str | int, failure: Failure, metadata: bytes | None = None) -> Completion:
+    return Completion(
+        request_id=line.index, custom_id=custom_id, line=line.number, error=failure, metadata_json=metadata
+    )
+
+
+def _request(values: dict[str, Any], blank: Request) -> Request:
+    kinds = [kind for kind in PROMPT_KINDS if kind in values]
+    if len(kinds) != 1:
+        found = f"{' and '.join(kinds)} are given" if kinds else "the prompt is missing"
+        message = f"{found}, wanted exactly one of prompt, messages and prompt_token_ids"
+        raise RequestError("invalid_value", message, kinds[-1] if kinds else None)
+    if values.get("raw") and "messages" in values:
+        raise invalid("raw", "true beside messages", "a prompt with it: messages always go through the chat template")
+    answer = {name: value for name, value in values.items() if name in ANSWER_FIELDS}
+    others = {
+        name: values[name] for name in ("raw", "chat_template_kwargs", "continue_final_message") if name in values
+    }
+    request = dataclasses.replace(blank, params=dataclasses.replace(blank.params, **answer), **others)
+    prompt: dict[str, Any] = {kinds[0]: values[kinds[0]]}
+    if "messages" in values:
+        prompt = {"messages": read_messages(values["messages"])}
+    return dataclasses.replace(request, **prompt)
+
+
+def _decode(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        message = f"byte {error.start + 1} of the line is not UTF-8 (0x{text[error.start]:02x}), wanted UTF-8 text"
+        raise RequestError("invalid_encoding", message) from None
+
+
+def _split(line: bytes) -> dict[str, bytes]:
+    """The fields of a JSON object, each as its JSON text. RequestError invalid_encoding, invalid_json, invalid_line."""
+    text = _decode(line)
+    try:
+        raw_fields = _OBJECT.decode(line)
+        # msgspec keeps the last of two equal keys in silence.
+        pairs = json.loads(text, object_pairs_hook=list, parse_int=str, parse_float=str)
+    except msgspec.ValidationError:
+        kind = {"[": "an array", '"': "a string"}.get(text.strip()[0], "a single value")
+        raise RequestError("invalid_line", f"the line is {kind}, wanted a JSON object") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise RequestError("invalid_json", _not_json(line, str(error))) from None
+    except RecursionError:
+        raise RequestError("invalid_json", "the line is nested too deeply, wanted a flat JSON object") from None
+    if len(pairs) != len(raw_fields):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RequestError("invalid_json", f"the field {shown(twice)} stands twice, wanted it once")
+    return {name: bytes(raw) for name, raw in raw_fields.items()}
+
+
+def _not_json(line: bytes, detail: str) -> str:
+    if SURROGATE.search(line):
+        with suppress(msgspec.DecodeError, RecursionError):
+            _OBJECT.decode(SURROGATE.sub(rb"\\ufffd", line))
+            return "a string holds half of a surrogate pair, wanted Unicode text"
+    if "truncated" in detail:
+        return "the line ends inside a JSON value, wanted one JSON object"
+    return f"the line is not JSON ({detail.removeprefix('JSON is malformed: ')}), wanted one JSON object"
+
+
+def _take_metadata(raw_fields: dict[str, bytes]) -> bytes | None:
+    """The JSON text of the metadata, left as it is so that numbers keep their digits."""
+    raw = raw_fields.pop("metadata", None)
+    if raw is None:
+        return None
+    read_field("metadata", raw)
+    # A \r can only be white space here. It must not end up inside an output line.
+    return msgspec.json.format(raw, indent=-1) if b"\r" in raw else raw

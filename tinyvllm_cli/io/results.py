@@ -1,0 +1,171 @@
+"""From completions to output lines, each handed to the kernel in one write as soon as it is there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from tinyvllm_cli.errors import OutputClosedError, TinyvllmError, UsageError
+from tinyvllm_cli.types import Choice, Completion, Stats
+
+STDOUT = 1
+# Legal in JSON strings, but many readers end a line at them.
+LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u0085\u2028\u2029"}
+
+
+def encode(completion: Completion) -> bytes:
+    """The output line of a completion, line end included. Keys in the order of docs/lines.md."""
+    usage, error = completion.usage, completion.error
+    line: dict[str, Any] = {
+        "custom_id": completion.custom_id,
+        "index": completion.request_id,
+        "choices": [_choice(choice) for choice in completion.choices],
+        "usage": usage,
+    }
+    if completion.metadata_json is not None:
+        line["metadata"] = msgspec.Raw(completion.metadata_json)
+    line["error"] = None
+    if error is not None:
+        line["error"] = {"type": error.type, "message": error.message, "line": completion.line}
+        if error.field is not None:
+            line["error"]["field"] = error.field
+    line["stats"] = None if completion.stats is None else _stats(completion.stats)
+    text = msgspec.json.encode(line)
+    for char, escaped in LINE_ENDS.items():
+        text = text.replace(char, escaped)
+    return text + b"\n"
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    reasoning = {} if choice.reasoning is None else {"reasoning": choice.reasoning}
+    return {
+        "index": choice.index,
+        "text": choice.text,
+        **reasoning,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def _stats(stats: Stats) -> dict[str, float | int | None]:
+    """Seconds and rates to six decimals."""
+    values = {name: getattr(stats, name) for name in Stats.__dataclass_fields__}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
+
+
+class ResultWriter:
+    """Where the lines go: a file that this run alone writes to, standard output, or a device.
+
+    A context. Until begin() nothing that was there is lost, and a file made here is taken away again.
+    """
+
+    def __init__(self, fd: int, name: str, *, is_file: bool = False, created: Path | None = None) -> None:
+        """is_file: fd is a regular file that may be cut. created: its path if this run made it."""
+        self.name = name
+        self.is_file = is_file
+        self.status = os.fstat(fd)
+        self.is_terminal = os.isatty(fd)
+        self._fd = fd
+        self._created = created
+        self._size = 0  # bytes of whole lines
+
+    def begin(self) -> None:
+        """The run has really started: what the file held before goes."""
+        self._created = None
+        if self.is_file:
+            os.ftruncate(self._fd, 0)
+
+    def write(self, completion: Completion) -> None:
+        """Hand one line to the kernel. OutputClosedError where the reader is gone, TinyvllmError on a full disk."""
+        line = memoryview(encode(completion))
+        size = self._size + len(line)
+        try:
+            while line:
+                line = line[self._write_some(line) :]
+        except BrokenPipeError:
+            raise OutputClosedError(f"the reader of {self.name} is gone") from None
+        except OSError as error:
+            if self.is_file:  # a file on a full disk ends with its last whole line
+                with suppress(OSError):
+                    os.ftruncate(self._fd, self._size)
+            raise TinyvllmError(
+                f"cannot write to {self.name}: {error.strerror}; the answers so far are kept"
+            ) from error
+        self._size = size
+
+    def _write_some(self, data: memoryview) -> int:
+        try:
+            return os.write(self._fd, data)
+        except BlockingIOError:  # a terminal or pipe that another program has set to non-blocking
+            select.select([], [self._fd], [])
+            return 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._created is not None:
+            self._created.unlink(missing_ok=True)
+        if self._fd != STDOUT:
+            os.close(self._fd)
+
+
+def open_output(target: str, *, overwrite: bool, source: os.stat_result | None) -> ResultWriter:
+    """Open OUTPUT ("-": standard output) and lock it. `source`: what the input is, which must be another file.
+
+    UsageError where it exists and may not be overwritten, is the input, is another run's, or cannot be opened.
+    """
+    if target == "-":
+        return _open_stdout(source)
+    try:
+        return _open_file(Path(target), overwrite, source)
+    except OSError as error:
+        raise UsageError(f"cannot open the output {target}: {error.strerror}") from None
+
+
+def _open_file(path: Path, overwrite: bool, source: os.stat_result | None) -> ResultWriter:
+    if path.is_dir():
+        raise UsageError(f"the output {path} is a directory, wanted a file")
+    if not path.parent.is_dir():
+        raise UsageError(f"the output's directory {path.parent} does not exist: make it first")
+    exists = path.exists()
+    if exists:
+        _refuse_same(path.stat(), source, str(path))
+        if path.is_file() and not overwrite:
+            raise UsageError(f"the output {path} exists: give --overwrite to replace it, or another name")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return ResultWriter(fd, str(path))
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise UsageError(f"the output {path} is in use: another run is writing to it") from None
+    except OSError:  # a file system without locks
+        pass
+    created = None if exists else Path(os.path.realpath(path))  # what a dangling link points to, not the link
+    return ResultWriter(fd, str(path), is_file=True, created=created)
+
+
+def _open_stdout(source: os.stat_result | None) -> ResultWriter:
+    name = "standard output"
+    try:
+        writable = fcntl.fcntl(STDOUT, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    except OSError:
+        writable = False
+    if not writable:
+        raise UsageError(f"{name} is closed: give -o FILE")
+    _refuse_same(os.fstat(STDOUT), source, name)
+    return ResultWriter(STDOUT, name)
+
+
+def _refuse_same(output: os.stat_result, source: os.stat_result | None, name: str) -> None:
+    if source is not None and stat.S_ISREG(output.st_mode) and os.path.samestat(output, source):
+        raise UsageError(f"the output {name} is the input itself: give another name")

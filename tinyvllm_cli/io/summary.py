@@ -1,0 +1,120 @@
+"""What a run has done so far, and what it came to at its end."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from tinyvllm_cli.types import Completion
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over the completions of a run. Sixteen bytes a request are held, for the percentiles."""
+
+    ok: int = 0
+    failed: int = 0
+    cut: int = 0  # answers that ended by length
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    e2e_s: array[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def done(self) -> int:
+        return self.ok + self.failed
+
+    def add(self, completion: Completion) -> None:
+        if completion.error is not None:
+            self.failed += 1
+            return
+        self.ok += 1
+        self.cut += any(choice.finish_reason == "length" for choice in completion.choices)
+        if completion.usage is not None:
+            self.prompt_tokens += completion.usage.prompt_tokens
+            self.completion_tokens += completion.usage.completion_tokens
+        if completion.stats is not None and completion.stats.ttft_s is not None:
+            self.ttft_s.append(completion.stats.ttft_s)
+            self.e2e_s.append(completion.stats.e2e_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is."""
+
+    done: int
+    failed: int
+    total: int | None  # None: the input is a pipe
+    prompt_tokens: int
+    completion_tokens: int
+    elapsed_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens over the time since the first request could start."""
+        return self.completion_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """As if the rest went like the requests so far. None where nothing is known yet."""
+        if self.total is None or not self.done:
+            return None
+        return self.elapsed_s / self.done * (self.total - self.done)
+
+    def as_json(self) -> dict[str, float | int | None]:
+        left = self.seconds_left
+        return {
+            "done": self.done,
+            "failed": self.failed,
+            "total": self.total,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "tokens_per_s": round(self.tokens_per_s, 3),
+            "seconds_left": None if left is None else round(left, 1),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run came to. Times in seconds; a percentile is None where no request made a token."""
+
+    ok: int
+    failed: int
+    cut: int
+    prompt_tokens: int
+    completion_tokens: int
+    tokens_per_s: float
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    e2e_p50_s: float | None
+    e2e_p99_s: float | None
+    mean_slots_busy: float
+    peak_blocks: int
+    num_blocks: int  # that there are
+    load_s: float
+    wall_s: float  # from the loaded model to the last answer
+
+    def as_json(self) -> dict[str, float | int | None]:
+        return {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(self).items()}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [
+            f"requests: {self.ok} ok, {self.failed} failed, {self.cut} cut at max_tokens or the context",
+            f"tokens:   {self.prompt_tokens} in, {self.completion_tokens} out, {self.tokens_per_s:.1f} out a second",
+            f"latency:  TTFT p50 {_seconds(self.ttft_p50_s)}, p99 {_seconds(self.ttft_p99_s)};"
+            f" end to end p50 {_seconds(self.e2e_p50_s)}, p99 {_seconds(self.e2e_p99_s)}",
+            f"machine:  {self.mean_slots_busy:.1f} slots busy on average, {self.peak_blocks} of {self.num_blocks}"
+            f" blocks at the peak, {self.load_s:.1f} s to load, {self.wall_s:.1f} s to answer",
+        ]
+
+
+def percentile(values: array[float], percent: float) -> float | None:
+    """Linear between the two nearest ranks; None of no values."""
+    return float(np.percentile(np.frombuffer(values), percent)) if values else None
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"

@@ -1,0 +1,116 @@
+"""What a run states about itself: the facts of its record, and the three lines it starts with."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from tinyvllm_cli import __version__
+from tinyvllm_cli.io.fields import shown
+from tinyvllm_cli.io.prompts import Defaults
+from tinyvllm_cli.io.scan import Scan
+from tinyvllm_cli.io.source import Source
+from tinyvllm_cli.types import GREEDY_BELOW, SamplingParams
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.load import LoadedModel
+
+LIBRARIES = ("click", "jinja2", "ml-dtypes", "msgspec", "numpy", "safetensors", "tokenizers")
+
+
+def run_facts(
+    command: Sequence[str], options: Mapping[str, Any], origins: Mapping[str, str], source: Source, scan: Scan | None
+) -> dict[str, Any]:
+    """What is known before the model is: for the record. Digest and lines are those of a regular input file."""
+    return {
+        "tinyvllm": __version__,
+        "command": list(command),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "pid": os.getpid(),
+        "input": {
+            "name": source.name,
+            "sha256": None if scan is None else scan.sha256,
+            "lines": None if scan is None else scan.lines,
+        },
+        "options": {name: {"value": value, "from": origins.get(name, "default")} for name, value in options.items()},
+        "machine": {
+            "platform": platform.platform(),
+            "processor": platform.machine(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "libraries": {name: _version(name) for name in LIBRARIES},
+        },
+    }
+
+
+def model_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
+    """What the model adds to the record, with the answer fields of a line that has none."""
+    checkpoint, limits, template = loaded.checkpoint, loaded.backend.limits, loaded.codec.template
+    facts: dict[str, Any] = {
+        "model": {
+            "name": loaded.files.name,
+            "path": str(loaded.files.path),
+            "source": loaded.files.source,
+            "commit": loaded.files.commit,
+            "architecture": checkpoint.config.architecture,
+            "format": checkpoint.format,
+            "quantization": checkpoint.quantization,
+        },
+        "backend": "cpu",
+        "limits": asdict(limits),
+        "answers": asdict(defaults.params),
+        "chat_template": None,
+    }
+    if template is not None:
+        facts["chat_template"] = {
+            "in_force": not defaults.raw,
+            "sha256": hashlib.sha256(template.source.encode()).hexdigest(),
+            "source": template.source,
+        }
+        if "strftime_now" in template.source:
+            facts["frozen_date"] = template.now.isoformat(timespec="seconds")
+    return facts
+
+
+def model_line(loaded: LoadedModel, dtype: str) -> str:
+    checkpoint, limits = loaded.checkpoint, loaded.backend.limits
+    commit = f", commit {loaded.files.commit[:12]}" if loaded.files.commit else ""
+    stored = checkpoint.quantization or checkpoint.config.dtype
+    return (
+        f"model:   {loaded.files.name}{commit}, {checkpoint.config.architecture}, {stored} weights as {dtype} on the"
+        f" CPU, {limits.max_slots} slots, context {limits.max_seq_len}, loaded in {loaded.load_s:.1f} s"
+    )
+
+
+def prompts_line(loaded: LoadedModel, source: Source, scan: Scan | None, *, raw: bool) -> str:
+    requests = "" if scan is None else f", {scan.requests} requests"
+    how = "prompts are given as they are (--raw)" if raw else loaded.codec.describe_prompts()
+    return f"prompts: {source.name}{requests}; {how}"
+
+
+def answers_line(loaded: LoadedModel, output: str, params: SamplingParams, *, seed: int, model_sampling: bool) -> str:
+    """What a line gets that says nothing itself, and whether the sampling of generation_config.json is in force."""
+    how = "greedy" if params.temperature < GREEDY_BELOW else f"temperature {params.temperature:g}, run seed {seed}"
+    plain = SamplingParams()
+    more = [
+        f", {name} {shown(value)}"
+        for name, value in asdict(params).items()
+        if value != getattr(plain, name) and name not in {"temperature", "max_tokens"}
+    ]
+    suggested = ", ".join(f"{name} {value:g}" for name, value in loaded.checkpoint.generation.sampling.items())
+    holds = "used" if model_sampling else "not used without --model-sampling"
+    note = f"; generation_config.json suggests {suggested}: {holds}" if suggested else ""
+    return f"answers: {output}; {how}, at most {params.max_tokens} tokens{''.join(more)}{note}"
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
