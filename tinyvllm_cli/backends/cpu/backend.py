@@ -74,6 +74,7 @@ class CpuBackend:
         self._counted = np.zeros(engine.slots, np.int32)  # tokens of each slot whose K and V are in place
         self._options = [SlotOptions()] * engine.slots
         self._device = Device(engine.threads or available_cpus())
+        self._closed = False
 
     @property
     def limits(self) -> Limits:
@@ -97,23 +98,24 @@ class CpuBackend:
         return Done(StepOutput(token_ids[None]))
 
     def logits(self, batch: Batch) -> F32:
-        return np.ascontiguousarray(self._forward(batch)[1])
+        return self._forward(batch)[1]
 
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
         self._cache.copy(pairs)
 
     def close(self) -> None:
-        self._device.close()
-        for name in ("_parameters", "_cache", "_token_table", "_rope"):
-            vars(self).pop(name, None)
+        if not self._closed:
+            self._closed = True
+            self._device.close()
+            del self._parameters, self._cache
 
     def _forward(self, batch: Batch) -> tuple[Rows, F32]:
         """Write tokens, K and V of all rows; the logits of the sampled ones."""
+        if self._closed:
+            raise RuntimeError("the backend is closed")
         rows = resolve_rows(batch, self._limits, self._token_table, self._counted)
-        num_rows = np.diff(batch.query_start_loc)
-        self._token_table[np.repeat(batch.slots, num_rows), rows.positions] = rows.token_ids
-        computed = np.where(batch.num_computed < 0, self._counted[batch.slots], batch.num_computed)
-        self._counted[batch.slots] = computed + num_rows
+        self._token_table[rows.slots, rows.positions] = rows.token_ids
+        self._counted[rows.slots] = rows.positions + 1  # of a slot's rows the last one stays
         with self._device.running(len(rows.positions)):
             logits = forward(ops, self._device, self._parameters, self._cache, rows, eps=self._eps, rope=self._rope)
         return rows, logits

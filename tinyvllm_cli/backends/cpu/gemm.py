@@ -18,9 +18,10 @@ Part = TypeVar("Part")
 
 # On these cores OpenBLAS multiplies small matrices without packing them first. A pack reads a weight once more, and at
 # few rows reading weights is all the time there is: so few rows go tile by tile through these kernels.
-SMALL_KERNELS = {"SkylakeX", "Cooperlake", "Sapphirerapids"}
-TILE = 16  # weight rows of a small product: up to K = 3906 it stays under the kernels' bound of 10^6 multiplications
-MAX_TILED_ROWS = 16
+SMALL_KERNELS = {"SkylakeX", "Cooperlake", "SapphireRapids"}
+SMALL_PRODUCT = 10**6  # multiplications up to which it uses them
+TILE = 16  # weight rows of such a product
+MAX_TILED_ROWS = 16  # from here on a pack pays for itself
 MAX_TRANSPOSED_ROWS = 128  # the weight as left operand is the faster form up to about here
 PART = 1 << 18  # weights worth a thread: to wake one takes as long as to multiply about so many with FEW rows
 OUTPUT = 1 << 17  # numbers a part may produce: they are read again at once, from the cache
@@ -93,7 +94,8 @@ class Device:
         elif not (self._small_kernels and len(x) <= MAX_TRANSPOSED_ROWS):
             y = np.matmul(x, w.T, out=out)
         else:
-            y = (_tiled(w, x) if len(x) <= MAX_TILED_ROWS else w @ x.T).T
+            tiled = len(x) <= MAX_TILED_ROWS and TILE * x.size <= SMALL_PRODUCT
+            y = (_tiled(w, x) if tiled else w @ x.T).T
             if out is not None:
                 out[:] = y
         return y

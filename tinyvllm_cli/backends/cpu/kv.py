@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -23,7 +24,13 @@ class KVCache:
     def __init__(self, config: ModelConfig, num_blocks: int) -> None:
         """np.empty: memory is taken from the system only as blocks are written."""
         shape = (config.num_layers, 2, config.num_kv_heads, num_blocks, BLOCK_SIZE, config.head_dim)
-        self.blocks: F32 = np.empty(shape, np.float32)
+        try:
+            self.blocks: F32 = np.empty(shape, np.float32)
+        except MemoryError:  # the system promises no more than it has, or a limit is set on the process
+            raise ModelError(
+                f"the system refuses {math.prod(shape) * 4 >> 20} MiB for the KV cache: "
+                "give fewer --slots or a smaller --max-model-len"
+            ) from None
         self.tokens: F32 = self.blocks.reshape(*shape[:3], -1, config.head_dim)
 
     def write(self, layer: int, which: int, kv_rows: I32, heads: F32) -> None:

@@ -38,6 +38,7 @@ class Group:
 class Rows:
     """What ops know of a step of T rows, R of them sampled."""
 
+    slots: I32  # [T]
     token_ids: I32  # [T]; below 0 only as the mark of a failed draw
     positions: I32  # [T]
     kv_rows: I32  # [T] block * BLOCK_SIZE + offset
@@ -61,9 +62,10 @@ def resolve_rows(batch: Batch, limits: Limits, token_table: I32, counted: I32) -
     sequence = np.repeat(np.arange(len(slots), dtype=np.int32), num_rows)
     positions = np.arange(len(sequence), dtype=np.int32) - (starts[:-1] - computed)[sequence]
     blocks = batch.block_tables[sequence, positions // BLOCK_SIZE]
-    token_ids = np.where(batch.token_ids == -1, token_table[slots[sequence], positions], batch.token_ids)
+    row_slots = slots[sequence]
     return Rows(
-        token_ids=token_ids,
+        slots=row_slots,
+        token_ids=np.where(batch.token_ids == -1, token_table[row_slots, positions], batch.token_ids),
         positions=positions,
         kv_rows=blocks * np.int32(BLOCK_SIZE) + positions % np.int32(BLOCK_SIZE),
         groups=tuple(_groups(_tiles(batch.block_tables, starts, lengths))),
