@@ -206,15 +206,22 @@ def test_standard_output_is_answers_and_standard_error_plain_lines(tiny: Path, t
     said = ended.stderr.decode()
     assert not set("\r\x1b") & set(said)
     assert [line.split()[0] for line in said.splitlines()] == [
-        "model:", "prompts:", "answers:", "requests:", "tokens:", "latency:", "machine:"
+        "model:", "prompts:", "answers:", "requests:", "failed:", "tokens:", "latency:", "machine:"
     ]  # fmt: skip
     assert "requests: 6 ok, 1 failed, 6 cut" in said
+    assert "failed:   1 invalid_value; the first in line 7: the prompt is missing" in said
     assert names(tmp_path) == ["in.jsonl"]
 
 
-def test_quiet_says_nothing(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    answers_to(tmp_path, tiny, [*LINES, {}], "-q", code=3)
+def test_quiet_says_only_what_failed(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    answers_to(tmp_path, tiny, LINES, "-q")
     assert capfd.readouterr() == ("", "")
+    (tmp_path / "again").mkdir()
+    answers_to(tmp_path / "again", tiny, [*LINES, {}], "-q", code=3)
+    out, said = capfd.readouterr()
+    assert (
+        out == "" and said.startswith("error: 1 of 7 requests failed, the first in line 7: ") and said.count("\n") == 1
+    )
 
 
 def test_the_record(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

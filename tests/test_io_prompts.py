@@ -215,6 +215,7 @@ def test_what_a_line_says_holds(name: str, value: Any, held: Any):
     [
         ({"max_token": 2}, "unknown field max_token, did you mean max_tokens?"),
         ({"temprature": 2}, "unknown field temprature, did you mean temperature?"),
+        ({"max_completion_tokens": 2}, "unknown field max_completion_tokens, did you mean max_tokens?"),
         ({"qqqq": 2}, "unknown field qqqq"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Literal
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 BLOCK_SIZE = 16  # tokens of a KV block
+DEFAULT_MODEL = "smollm2-135m-instruct"  # a name of model/catalogue.py
 
 
 @dataclass(frozen=True, slots=True)

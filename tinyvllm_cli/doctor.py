@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tinyvllm_cli.backends.cpu.machine import available_cpus, available_memory
-from tinyvllm_cli.config import EngineConfig
+from tinyvllm_cli.config import DEFAULT_MODEL, EngineConfig
 from tinyvllm_cli.errors import TinyvllmError
-from tinyvllm_cli.model.catalogue import CATALOGUE, DEFAULT_MODEL, locate
+from tinyvllm_cli.model.catalogue import CATALOGUE, locate
 from tinyvllm_cli.model.storage import cache_dir, format_bytes, free_bytes, is_offline, make_folder
 
 MEMORY_NEEDED = 1_000_000_000  # bytes: the default model's weights in float32 (0.54 GB), KV cache and the interpreter

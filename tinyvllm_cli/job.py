@@ -62,7 +62,15 @@ class Job:
         stats = self._engine.stats
         elapsed_s = self._clock() - self._started
         done, failed = self.tally.done, self.tally.failed
-        return Progress(done, failed, self._total, stats.prompt_tokens, stats.completion_tokens, elapsed_s)
+        return Progress(
+            done=done,
+            failed=failed,
+            total=self._total,
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.completion_tokens,
+            elapsed_s=elapsed_s,
+            answer_tokens=self.tally.completion_tokens,
+        )
 
     def summary(self, *, load_s: float, num_blocks: int) -> Summary:
         """What the run has come to; block 0 of num_blocks belongs to nobody."""
@@ -84,6 +92,8 @@ class Job:
             num_blocks=num_blocks - 1,
             load_s=load_s,
             wall_s=wall_s,
+            failures=dict(tally.failures),
+            first_failure=tally.first_failure,
         )
 
     def _fill(self) -> None:

@@ -89,7 +89,7 @@ def model_line(loaded: LoadedModel, dtype: str) -> str:
 
 
 def prompts_line(loaded: LoadedModel, source: Source, scan: Scan | None, *, raw: bool) -> str:
-    requests = "" if scan is None else f", {scan.requests} requests"
+    requests = "" if scan is None else f", {scan.requests} request{'s' * (scan.requests != 1)}"
     how = "prompts are given as they are (--raw)" if raw else loaded.codec.describe_prompts()
     return f"prompts: {source.name}{requests}; {how}"
 
@@ -106,7 +106,8 @@ def answers_line(loaded: LoadedModel, output: str, params: SamplingParams, *, se
     suggested = ", ".join(f"{name} {value:g}" for name, value in loaded.checkpoint.generation.sampling.items())
     holds = "used" if model_sampling else "not used without --model-sampling"
     note = f"; generation_config.json suggests {suggested}: {holds}" if suggested else ""
-    return f"answers: {output}; {how}, at most {params.max_tokens} tokens{''.join(more)}{note}"
+    limit = f"at most {params.max_tokens} tokens{''.join(more)}"
+    return f"answers: {output}; where a line says nothing else: {how}, {limit}{note}"
 
 
 def _version(library: str) -> str | None:

