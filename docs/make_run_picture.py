@@ -14,7 +14,6 @@ from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "tinyvllm run prompts/quickstart.jsonl -o out.jsonl"
-LINES = 16
 # rich's own format, without the font that it would load from the network.
 FORMAT = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -45,7 +44,7 @@ def run() -> tuple[str, list[str]]:
         said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
         answers = [json.loads(line) for line in output.read_text().splitlines()]
     shown = "\n".join(f"{answer['custom_id']}: {answer['choices'][0]['text']}" for answer in answers)
-    return said.replace(str(output), "out.jsonl"), shown.splitlines()[:LINES]
+    return said.replace(str(output), "out.jsonl"), shown.splitlines()
 
 
 def main() -> None:
@@ -53,8 +52,8 @@ def main() -> None:
     with Path("/dev/null").open("w") as nowhere:
         console = Console(record=True, width=118, file=nowhere, force_terminal=True, color_system="truecolor")
         console.print(Text(f"$ {COMMAND}", style="bold"))
-        console.print(Text(said.rstrip(), style="dim"))
-        show = f"jq -r '[.custom_id, .choices[0].text] | join(\": \")' out.jsonl | head -n {LINES}"
+        console.print(Text(said.rstrip()))
+        show = "jq -r '[.custom_id, .choices[0].text] | join(\": \")' out.jsonl"
         console.print(Text(f"\n$ {show}", style="bold"))
         for line in answers:
             console.print(Text(line))

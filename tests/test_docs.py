@@ -2,10 +2,12 @@
 
 import importlib.util
 import io
+import json
 import re
 from pathlib import Path
 
 import pytest
+from command import place_free, read_answers, run_here
 
 from tinyvllm_cli.io.prompts import Defaults, read_lines, read_requests
 from tinyvllm_cli.io.results import encode
@@ -14,6 +16,7 @@ from tinyvllm_cli.types import Completion, Request
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text()
+ANSWER = re.compile(r'\{"custom_id":.*"error":null')
 
 
 def items(text: str) -> list[Request | Completion]:
@@ -24,6 +27,13 @@ def items(text: str) -> list[Request | Completion]:
 def block_after(heading: str, kind: str) -> str:
     """The first code block of a kind below a heading of the README."""
     found = re.search(rf"```{kind}\n(.*?)```", README.split(f"\n## {heading}\n")[1], re.DOTALL)
+    assert found
+    return found[1]
+
+
+def request_of_lines_page() -> str:
+    page = (ROOT / "docs" / "lines.md").read_text()
+    found = re.search(r"\n## A request\n\n```json\n(.*?)```", page, re.DOTALL)
     assert found
     return found[1]
 
@@ -52,6 +62,17 @@ def test_the_quickstart_is_read():
     requests = items((ROOT / "prompts" / "quickstart.jsonl").read_text())
     assert len(requests) >= 16
     assert all(isinstance(request, Request) for request in requests)
+
+
+@pytest.mark.model
+def test_the_answers_that_the_pages_show_are_those_of_a_run(default_model: Path, tmp_path: Path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text((ROOT / "prompts" / "quickstart.jsonl").read_text() + request_of_lines_page())
+    assert run_here("run", source, "-m", default_model, "-o", out, "-q") == 0
+    found = {answer["custom_id"]: place_free(answer) for answer in read_answers(out)}
+    shown = [json.loads(line) for page in PAGES for line in page.read_text().splitlines() if ANSWER.match(line)]
+    assert [answer["custom_id"] for answer in shown] == ["capital", 16, "r1"]
+    assert [place_free(answer) for answer in shown] == [found[answer["custom_id"]] for answer in shown]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
