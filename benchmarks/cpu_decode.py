@@ -4,14 +4,18 @@
     python benchmarks/cpu_decode.py MODEL.gguf
 
 Decode: 37 prompt and 128 new tokens, at 1, 8 and 32 sequences. Prefill: prompts of 512 tokens, at 1 and 8 sequences.
-Greedy, random token ids. Rates are the best of some rounds; each round times one side after the other.
+Greedy, random token ids. Each round times one side after the other. The limit of decoding is to read every weight once
+a step at the rate of a plain sum (or to multiply it, whichever takes longer); that of prefill is the rate of a large
+product.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -76,16 +80,41 @@ def theirs(model: transformers.PreTrainedModel) -> Side:
     return run
 
 
-def compare(name: str, sides: tuple[Side, Side], sequences: int, length: int, new: int, rounds: int) -> None:
-    """One line: tokens a second of both sides and their ratio."""
+def compare(
+    name: str, sides: tuple[Side, Side], bound: float, sequences: int, length: int, new: int, rounds: int
+) -> None:
+    """One line: tokens a second of both sides, median (least - most) over the rounds, and of the limit."""
     tokens = np.random.default_rng(sequences).integers(100, 40_000, (sequences, length)).astype(np.int32)
-    seconds = np.array([[side(tokens, new) for side in sides] for _ in range(rounds)]).min(axis=0)  # [side, phase]
-    work = (length, new - 1)
-    rates = [sequences * work[new > 1] / side[int(new > 1)] for side in seconds]
-    ratio = rates[0] / rates[1]
-    print(
-        f"{name} {sequences:3d}: tinyvllm {rates[0]:7.1f}  transformers {rates[1]:7.1f}  ratio {ratio:.2f}", flush=True
-    )
+    phase, work = (1, new - 1) if new > 1 else (0, length)
+    rates = np.array([[sequences * work / side(tokens, new)[phase] for side in sides] for _ in range(rounds)]).T
+    shown = [f"{np.median(rate):7.1f} ({rate.min():.1f} - {rate.max():.1f})" for rate in rates]
+    ratio, share = np.median(rates[0] / rates[1]), np.median(rates[0]) / bound
+    print(f"{name} {sequences:2d}: {shown[0]}, transformers {shown[1]}, ratio {ratio:.2f}, {share:.0%} of {bound:.0f}")
+
+
+def read_rate(threads: int) -> float:
+    """Bytes a second that sums over an array read: best of 5, the array much larger than the caches."""
+    parts = np.array_split(np.ones(1 << 28, np.float32), threads)
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(np.sum, parts))
+        return time.perf_counter() - started
+
+    return sum(part.nbytes for part in parts) / min(seconds() for _ in range(5))
+
+
+def multiply_rate() -> float:
+    """Floating-point operations a second of a large float32 product: best of 5."""
+    a = np.ones((2048, 2048), np.float32)
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        a @ a
+        return time.perf_counter() - started
+
+    return 2 * 2048**3 / min(seconds() for _ in range(5))
 
 
 def main() -> None:
@@ -105,11 +134,18 @@ def main() -> None:
         options.model.parent, gguf_file=options.model.name, dtype=torch.float32
     ).eval()
     sides = (ours(backend), theirs(reference))
-    print(f"tokens/s on {options.threads} threads, best of {options.rounds}")
-    for sequences in DECODE_SEQUENCES:
-        compare("decode ", sides, sequences, PROMPT, options.new, options.rounds)
-    for sequences in PREFILL_SEQUENCES:
-        compare("prefill", sides, sequences, LONG_PROMPT, 1, options.rounds)
+    weights = sum(math.prod(checkpoint.tensors.shape(name)) for name in checkpoint.tensors.names())
+    head = checkpoint.config.vocab_size * checkpoint.config.hidden_size
+    bytes_per_s, flops = read_rate(options.threads), multiply_rate()
+    print(
+        f"reads {bytes_per_s / 1e9:.1f} GB/s, multiplies {flops / 1e9:.0f} GFLOP/s, {weights * 4 / 1e9:.3f} GB a step"
+    )
+    print(f"tokens/s on {options.threads} threads, {options.rounds} rounds: median (least - most)")
+    for sequences in DECODE_SEQUENCES:  # a step reads every weight once, and multiplies each with every row
+        bound = sequences / max(weights * 4 / bytes_per_s, sequences * 2 * weights / flops)
+        compare("decode ", sides, bound, sequences, PROMPT, options.new, options.rounds)
+    for sequences in PREFILL_SEQUENCES:  # the head only for a prompt's last row
+        compare("prefill", sides, flops / (2 * (weights - head)), sequences, LONG_PROMPT, 1, options.rounds)
 
 
 if __name__ == "__main__":

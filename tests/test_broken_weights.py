@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from weight_files import flip, twin
 
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.checkpoint import open_checkpoint
+from tinyvllm_cli.model.gguf_config import gguf_config
+from tinyvllm_cli.model.hub import find_model
+from tinyvllm_cli.model.weights.gguf import read_gguf
+from tinyvllm_cli.model.weights.gguf_tensors import GGUFTensors
+from tinyvllm_cli.model.weights.layout import check_tensors
 from tinyvllm_cli.model.weights.safetensors import open_safetensors
 
 
@@ -40,6 +46,10 @@ BROKEN_TENSORS = {
         lambda t: t.update({"model.layers.2.input_layernorm.weight": t["model.norm.weight"]}),
         "layers.2.input_layernorm.weight' is not part of",
     ),
+    **{
+        name: (lambda t, name=name: t.update({name: t["model.norm.weight"]}), f"'{name}' is not part of")
+        for name in ("lm_head.bias", "model.norm.bias", "base_model.model.lm_head.lora_A.weight", "score.weight")
+    },
 }
 
 
@@ -50,14 +60,15 @@ def test_a_tensor_that_does_not_fit_is_named(name: str, tmp_path: Path):
     change_tensors(folder, change)
     with pytest.raises(ModelError, match=message) as error:
         open_checkpoint(folder)
+    assert str(error.value).count(str(folder)) == 1
     assert str(error.value).startswith(str(folder))
 
 
-def test_tensors_that_no_layer_owns_are_left_alone(tmp_path: Path):
+def test_tensors_that_follow_from_the_configuration_are_left_alone(tmp_path: Path):
     folder = make_tiny_model(tmp_path / "model")
     before = open_checkpoint(folder)
     extra = {
-        "score.weight": np.ones(3, np.int64),
+        "model.rotary_emb.inv_freq": np.ones(8, np.float32),
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
     }
     change_tensors(folder, lambda tensors: tensors.update(extra))
@@ -172,13 +183,46 @@ def test_data_at_an_odd_address_is_read_aligned(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("nothing", "nothing there"), ("m.bin", "another file"), ("m.gguf", "empty")]
+    ("data", "message"), [(None, "No such file"), (b"", "the file is empty"), (b"PK\3\4" * 9, "not a GGUF file")]
 )
-def test_a_path_that_is_no_model_is_named(name: str, message: str, tmp_path: Path):
-    if name != "nothing":
-        (tmp_path / name).touch()
+def test_a_path_that_is_no_model_is_named(data: bytes | None, message: str, tmp_path: Path):
+    if data is not None:
+        (tmp_path / "m").write_bytes(data)
+    with pytest.raises(ModelError, match=f"{tmp_path}/m: .*{message}"):
+        open_checkpoint(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", ["m", "m.GGUF", "m.gguf.bak", "sha256-0f4ac8"])
+def test_a_gguf_file_may_have_any_name(name: str, tmp_path: Path):
+    plain = twin(make_tiny_model(tmp_path / "model"))
+    before = open_checkpoint(plain)
+    assert_same_weights(open_checkpoint(plain.rename(tmp_path / name)), before)
+    assert find_model(str(tmp_path / name)).path == tmp_path / name
+
+
+def test_a_tensor_that_the_index_leaves_out_is_not_overlooked(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "model", shards=2)
+    shard = folder / "model-00001-of-00002.safetensors"
+    save_file({**load_file(shard), "lm_head.bias": np.ones(320, np.float32)}, shard)
+    with pytest.raises(ModelError, match=r"lm_head\.bias' is not part of"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("output.bias", r"lm_head\.bias' is not part of"),
+        ("output_norm.bias", r"model\.norm\.bias' is not part of"),
+        ("rope_factors_long.weight", r"rope_factors_long\.weight' is not part of"),
+        ("model.norm.weight", r"tensors 'output_norm\.weight' and 'model\.norm\.weight' are the same one"),
+    ],
+)
+def test_a_tensor_more_in_a_gguf_file_is_named(name: str, message: str, tmp_path: Path):
+    file = read_gguf(twin(make_tiny_model(tmp_path / "model")))
+    file.tensors[name] = replace(file.tensors["output_norm.weight"], name=name)
+    config = gguf_config(file)
     with pytest.raises(ModelError, match=message):
-        open_checkpoint(tmp_path / name)
+        check_tensors(config, GGUFTensors(file, config))
 
 
 def test_a_folder_without_config_is_named(tmp_path: Path):

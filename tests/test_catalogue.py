@@ -22,7 +22,7 @@ from tiny_wheel import CONTENT, install, make_entry
 
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model import catalogue, wheel_fetch
-from tinyvllm_cli.model.catalogue import CATALOGUE, DEFAULT_MODEL, CatalogueEntry, locate, obtain
+from tinyvllm_cli.model.catalogue import CATALOGUE, DEFAULT_MODEL, CatalogueEntry, discard_damaged, locate, obtain
 
 
 @pytest.fixture
@@ -138,6 +138,30 @@ def test_what_a_killed_process_left_is_never_used(entry, cache):
     path.write_bytes(CONTENT[:100])
     assert get(entry).read_bytes() == CONTENT
     assert held(cache) == {"tiny.gguf"}
+
+
+def test_a_folder_in_the_place_of_the_file_is_named_before_anything_is_fetched(entry, monkeypatch):
+    folder = get(entry)
+    folder.unlink()
+    folder.mkdir()
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(ModelError, match=f"{folder} is a folder.*`rm -r {folder}`"):
+        get(entry)
+
+
+@pytest.mark.parametrize("how", ["fetched", "installed"])
+def test_a_damaged_file_is_found_when_asked_for_and_fetched_again(entry, tmp_path, monkeypatch, how):
+    if how == "installed":
+        install(tmp_path / "site", CONTENT, monkeypatch)
+    path = get(entry)
+    lines: list[str] = []
+    discard_damaged(entry, report=lines.append)
+    assert not lines
+    path.write_bytes(CONTENT[::-1])
+    assert get(entry) == path  # of the right size: a run does not read it twice
+    discard_damaged(entry, report=lines.append)
+    assert [str(path) in line and entry.source.sha256 in line for line in lines] == [True]
+    assert get(entry).read_bytes() == CONTENT
 
 
 def test_processes_at_once_fetch_it_once(entry, cache, tmp_path, monkeypatch):

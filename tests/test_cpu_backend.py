@@ -1,6 +1,7 @@
 """The CPU backend: the seam's contract, then what is its own: memory, dtypes, broken weights, closing."""
 
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from seam_contract import LAWS
 from threadpoolctl import threadpool_info
 from tiny import make_tiny_model
 
+from tinyvllm_cli.backends.cpu import backend as module
 from tinyvllm_cli.backends.cpu import kv
 from tinyvllm_cli.backends.cpu.backend import CpuBackend
 from tinyvllm_cli.config import EngineConfig
@@ -128,7 +130,8 @@ def test_ids_outside_the_vocabulary_are_refused(checkpoint: Checkpoint):
 # ---------------------------------------------------------------- memory and threads
 
 
-BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, k and v, heads, positions, head_dim, float32
+KV_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, k and v, heads, positions, head_dim, float32
+BLOCK_BYTES = KV_BYTES + 16 * (2 * 8 * 4 + 3 * 4)  # and for each position cos and sin, and a token of each of 3 slots
 
 
 def sizes(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, free_blocks: int, **engine: Any) -> tuple[int, int]:
@@ -144,6 +147,9 @@ def test_the_pool_is_what_all_slots_can_use_or_half_of_the_free_memory(
     assert sizes(checkpoint, monkeypatch, 100, slots=3) == (100, 640)
     assert sizes(checkpoint, monkeypatch, 20, slots=3) == (20, 19 * 16)
     assert sizes(checkpoint, monkeypatch, 2, slots=3) == (2, 16)
+    endless = replace(checkpoint, config=replace(checkpoint.config, max_position=2**31 - 1))
+    assert sizes(endless, monkeypatch, 100, slots=3) == (100, 99 * 16)
+    assert sizes(endless, monkeypatch, 10**12, slots=3)[0] * 16 <= 2**31  # rows of the pool are i32
 
 
 def test_what_does_not_fit_is_said_in_one_line(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch):
@@ -153,6 +159,34 @@ def test_what_does_not_fit_is_said_in_one_line(checkpoint: Checkpoint, monkeypat
         sizes(checkpoint, monkeypatch, 20, max_model_len=320)
     with pytest.raises(UsageError, match="641 is more than the model's context, at most 640"):
         sizes(checkpoint, monkeypatch, 100, max_model_len=641)
+
+
+def test_a_context_costs_what_is_used_of_it(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kv, "available_memory", lambda: 1 << 32)
+    endless = replace(checkpoint, config=replace(checkpoint.config, max_position=2**31 - 1))
+    started = time.process_time()
+    tracemalloc.start()
+    backend = backend_over(endless, num_blocks=None, slots=3)
+    run = Run(prompt(6))
+    run.prefill(backend)
+    peak = tracemalloc.get_traced_memory()[1] - backend._cache.blocks.nbytes - backend._token_table.nbytes
+    tracemalloc.stop()
+    assert backend.limits.max_seq_len > 10**6
+    assert peak < 10_000_000
+    assert time.process_time() - started < 1
+
+
+def test_rope_tables_that_grow_change_no_logits(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch):
+    ids = prompt(40)
+    whole = backend_over(checkpoint).logits(batch(Part(0, (1, 2, 3), 0, ids)))
+    monkeypatch.setattr(module, "FIRST_POSITIONS", 3)
+    backend = backend_over(checkpoint)
+    lengths = []
+    for start in range(0, 40, 4):
+        logits = backend.logits(batch(Part(0, (1, 2, 3), start, ids[start : start + 4])))
+        lengths.append(len(backend._rope[0]))
+    assert lengths == [6, 12, 12, 24, 24, 24, 48, 48, 48, 48]
+    np.testing.assert_allclose(logits, whole, atol=1e-5)
 
 
 def test_a_pool_that_the_system_refuses_is_one_line(checkpoint: Checkpoint):

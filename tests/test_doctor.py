@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from tiny import CHAT_TEMPLATE, make_tiny_model
+from tiny_wheel import CONTENT, make_entry
 
 from tinyvllm_cli import doctor
 from tinyvllm_cli.cli.doctor import doctor as command
 from tinyvllm_cli.errors import ModelError
+from tinyvllm_cli.model.catalogue import obtain
 
 CHECKS = ["Python", "NumPy", "memory", "cache", "default model", "known answer"]
 
@@ -54,6 +56,7 @@ def failing(exception: Exception):
         ("known answer", ("answer", lambda *args: (504, 3575)), r"different: ids [504, 3575], wanted [504, 3575, 282"),
         ("known answer", ("answer", failing(ModelError("no such file"))), "no such file"),
         ("known answer", ("answer", failing(ZeroDivisionError("a bug"))), "ZeroDivisionError: a bug"),
+        ("known answer", ("answer", failing(MemoryError())), "ulimit -v"),
         ("NumPy", ("_numpy", failing(ImportError("libopenblas"))), "pip check"),
     ],
 )
@@ -64,6 +67,33 @@ def test_one_fault_is_one_no_with_its_mending_and_exit_code_1(monkeypatch, check
     assert code == 1
     assert says in output
     assert "Traceback" not in output
+
+
+WRONG = (504, 3575)
+
+
+def mending(output: str) -> list[str]:
+    return [line.removeprefix("    to mend: ") for line in output.splitlines() if line.startswith("    ")]
+
+
+def test_a_damaged_model_is_mended_by_fetching_it_again(tmp_path, monkeypatch):
+    entry = make_entry(tmp_path / "index", monkeypatch, name=doctor.DEFAULT_MODEL)
+    path = obtain(entry, report=print, progress=False)
+    path.write_bytes(CONTENT[::-1])
+    monkeypatch.setattr(doctor, "answer", lambda *args: WRONG)
+    code, verdicts, output = run()
+    assert (code, [name for name, verdict in verdicts.items() if verdict == "no"]) == (1, CHECKS[-2:])
+    assert mending(output) == [f"rm {path} && TINYVLLM_OFFLINE=0 tinyvllm models pull {doctor.DEFAULT_MODEL}"] * 2
+
+
+@pytest.mark.parametrize("spoiled", [lambda *args: WRONG, failing(doctor.NoAnswerError("nan_logits: no number"))])
+def test_a_wrong_answer_of_the_right_model_is_mended_by_converting_it_again(tmp_path, monkeypatch, spoiled):
+    obtain(make_entry(tmp_path / "index", monkeypatch, name=doctor.DEFAULT_MODEL), report=print, progress=False)
+    monkeypatch.setattr(doctor, "answer", spoiled)
+    assert mending(run()[2]) == [doctor.REINSTALL_NUMPY]
+    copies = tmp_path / "cache" / "converted"
+    copies.mkdir()
+    assert mending(run()[2]) == [f"rm -r {copies}"]
 
 
 def test_offline_without_the_default_model_is_a_fault(monkeypatch):

@@ -247,6 +247,15 @@ BAD_METADATA = [
     ("llama.block_count", 10**12, "num_layers is 1000000000000"),
     ("llama.rope.freq_base", math.nan, "RoPE theta is nan"),
     ("llama.attention.layer_norm_rms_epsilon", math.inf, "rms_norm_eps is inf"),
+    ("llama.logit_scale", 16.0, "llama.logit_scale is 16.0, wanted 1"),
+    ("llama.logit_scale", "1", "llama.logit_scale is '1', wanted 1"),
+    ("llama.embedding_scale", 12.0, "llama.embedding_scale is 12.0, wanted 1"),
+    ("llama.residual_scale", 0.22, "llama.residual_scale is 0.22, wanted 1"),
+    ("llama.attention.scale", 0.0078125, "llama.attention.scale is 0.0078125, wanted 0.25"),
+    ("llama.attention.clamp_kqv", 8.0, "llama.attention.clamp_kqv is 8.0, wanted 0"),
+    ("llama.attention.causal", False, "llama.attention.causal is False, wanted 1"),
+    ("llama.use_parallel_residual", True, "llama.use_parallel_residual is True, wanted 0"),
+    ("llama.rope.scaling.attn_factor", math.nan, "llama.rope.scaling.attn_factor is nan, wanted 1"),
 ]
 
 
@@ -255,6 +264,14 @@ def test_metadata_that_makes_no_supported_model_is_named(key: str, value: Any, m
     file = config_of(tmp_path, **{key: value})
     with pytest.raises(ModelError, match=message):
         gguf_config(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("logit_scale", 1.0), ("attention.scale", 0.25), ("attention.scale", 0.0), ("attention.causal", True)],
+)
+def test_metadata_that_changes_no_answer_is_no_reason_to_refuse(key: str, value: float, tmp_path: Path):
+    assert gguf_config(config_of(tmp_path, **{f"llama.{key}": value})) == gguf_config(config_of(tmp_path))
 
 
 def test_metadata_that_may_be_missing(tmp_path: Path):

@@ -17,7 +17,9 @@ from tinyvllm_cli.model.json_file import read_json
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE = {"rope_parameters": {"rope_type": "llama3", **LLAMA3}}
 REMOVED = object()
+NAN, INFINITY = float("nan"), float("inf")
 
 
 def read(folder: Path, architecture: str = LLAMA, **changes: Any) -> ModelConfig:
@@ -46,6 +48,27 @@ def test_old_and_new_rope_keys_mean_the_same(type: str, scaling: dict[str, Any],
 def test_a_folder_without_rope_keys_has_the_default(tmp_path: Path):
     config = read(tmp_path, rope_parameters=REMOVED, rope_scaling=None)
     assert config.rope == RopeConfig(10_000.0)
+
+
+@pytest.mark.parametrize("empty", [{}, None, {"rope_type": None}])
+def test_of_the_two_keys_the_one_that_says_something_holds(empty: Any, tmp_path: Path):
+    linear = {"type": "linear", "factor": 2.0}
+    expected = RopeConfig(1e4, "linear", 2.0)
+    assert read(tmp_path, rope_parameters=empty, rope_scaling=linear).rope == expected
+    assert read(tmp_path, rope_parameters=linear, rope_scaling=empty).rope == expected
+    assert read(tmp_path, rope_parameters={**linear, "rope_theta": 1e4}, rope_scaling=linear).rope == expected
+
+
+def test_the_context_of_llama3_scaling_may_stand_elsewhere(tmp_path: Path):
+    """As in standardize_rope_params of transformers: the top-level key, then the scaling's own, then the context."""
+    bare = {"rope_type": "llama3", **LLAMA3}
+    assert read(tmp_path, rope_parameters=bare, original_max_position_embeddings=64).rope.original_max_position == 64
+    del bare["original_max_position_embeddings"]
+    assert read(tmp_path, rope_parameters=bare, max_position_embeddings=99).rope.original_max_position == 99
+
+
+def test_the_architecture_need_not_be_in_a_list(tmp_path: Path):
+    assert read(tmp_path, architectures=LLAMA) == read(tmp_path, architectures=[LLAMA])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +130,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (LLAMA, {"hidden_size": REMOVED}, "hidden_size"),
     (LLAMA, {"hidden_size": "64"}, r"Expected `int`, got `str` - at `\$.hidden_size`"),
     (LLAMA, {"rms_norm_eps": None}, "rms_norm_eps"),
-    (LLAMA, {"architectures": "LlamaForCausalLM"}, "architectures"),
+    (LLAMA, {"architectures": "GemmaForCausalLM"}, "architecture 'GemmaForCausalLM', wanted LlamaForCausalLM or"),
+    (LLAMA, {"rms_norm_eps": NAN}, "rms_norm_eps is nan"),
+    (LLAMA, {"rope_parameters": {"rope_theta": INFINITY}}, "RoPE theta is inf"),
+    (LLAMA, {"partial_rotary_factor": NAN}, "partial_rotary_factor is nan"),
+    (LLAMA, {"rope_parameters": {"rope_theta": "x"}}, r"Expected `float | null`, got `str` - at `\$.rope_theta`"),
+    (LLAMA, {"original_max_position_embeddings": 10**400, **LLAMA3_ROPE}, "original_max_position is 1000"),
+    (LLAMA, {"rope_scaling": {"alpha": 1000}}, "RoPE type not named beside 'alpha'"),
+    (LLAMA, {"rope_scaling": {"mrope_section": [1, 2]}}, "RoPE type not named beside 'mrope_section'"),
+    (LLAMA, {"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "their own for 'full_attention'"),
+    (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling and rope_parameters do not say"),
+    (LLAMA, {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, "rope_scaling and rope_parameters do not"),
+    (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "RoPE type 'yarn'"),
     (LLAMA, {"num_attention_heads": 0}, "num_heads is 0"),
     (LLAMA, {"num_key_value_heads": 3}, "4 attention heads over 3 key-value heads"),
     (LLAMA, {"head_dim": 15}, "head_dim is 15, wanted an even number"),
@@ -190,6 +224,78 @@ def test_sampling_is_suggested_only_by_a_model_that_samples(tmp_path: Path):
     assert suggested("a", do_sample=True, temperature=0.6, top_p=0.9) == {"temperature": 0.6, "top_p": 0.9}
     assert suggested("b", do_sample=True, top_k=20, min_p=0.05) == {"temperature": 1.0, "top_k": 20, "min_p": 0.05}
     assert suggested("c", do_sample=False, temperature=0.6) == {}
-    assert suggested("d", temperature=0.6) == {}
-    with pytest.raises(ModelError, match=r"generation_config\.json.*top_p"):
-        suggested("e", do_sample=True, top_p=1.5)
+    assert suggested("d", temperature=0.6) == {"temperature": 0.6}
+    assert suggested("f") == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-1, NAN, INFINITY, "0.6", True, [], None]),
+        ("top_p", [0, 1.5, -0.1, NAN, "1", None]),
+        ("top_k", [-1, 50.5, 2**40, INFINITY, "50", False, None]),
+        ("min_p", [-0.1, 2, NAN, {}, None]),
+        ("eos_token_id", [[None], "2", 2.5, True, {}, [[3]], None]),
+    ],
+)
+def test_what_cannot_be_used_of_a_generation_config_is_not_suggested(field: str, values: list[Any], tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model", eos_token_id=5)
+    for value in values:
+        rewrite(model / "generation_config.json", do_sample=True, **{"eos_token_id": 7, field: value})
+        generation = open_checkpoint(model).generation
+        assert generation.sampling == {"temperature": 1.0}, value
+        assert generation.eos_token_ids == ((2, 5) if field == "eos_token_id" else (2, 7)), value
+
+
+def test_integral_numbers_are_integers_however_they_are_written(tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model", eos_token_id=5)
+    rewrite(model / "generation_config.json", do_sample=True, top_k=50.0, eos_token_id=[7.0, None, 6])
+    generation = open_checkpoint(model).generation
+    assert generation.sampling["top_k"] == 50
+    assert isinstance(generation.sampling["top_k"], int)
+    assert generation.eos_token_ids == (2, 6, 7)
+    assert read(tmp_path, hidden_size=64.0, rope_parameters=REMOVED).hidden_size == 64
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "-", "x", ""])
+def test_an_added_token_whose_number_is_none_is_passed_over(number: str, tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model", eos_token_id=5)
+    rewrite(model / "tokenizer_config.json", added_tokens_decoder={number: {"content": "</s>"}})
+    assert eos_of(model) == (2, 5)
+
+
+NAMES = ("generation_config.json", "tokenizer_config.json", "config.json", "model.safetensors")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_that_cannot_be_read_is_not_an_absent_one(name: str, tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model")
+    (model / name).unlink()
+    for spoil in (lambda path: path.symlink_to("gone"), lambda path: (path.unlink(), path.mkdir())):
+        spoil(model / name)
+        with pytest.raises(ModelError, match=rf"{name}: cannot be read: "):
+            open_checkpoint(model)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "config.json"])
+def test_json_as_python_writes_it_is_read(name: str, tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model")
+    rewrite(model / name, not_ours=[NAN, INFINITY, -INFINITY], length=10**30)
+    assert eos_of(model) == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (r'{"eos_token": "\ud800"}', "surrogates"),
+        (f'{{"eos_token": {"9" * 5000}}}', "4300 digits"),
+        ('{"eos_token": 5}', r"got `int` - at `\$.eos_token`"),
+        ('{"eos_token": ', "line 1 column 15"),
+    ],
+)
+def test_json_that_is_no_json_is_refused_by_file_and_place(text: str, message: str, tmp_path: Path):
+    model = make_tiny_model(tmp_path / "model")
+    (model / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ModelError, match=rf"tokenizer_config\.json: .*{message}") as error:
+        open_checkpoint(model)
+    assert "\n" not in str(error.value)

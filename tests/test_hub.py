@@ -40,6 +40,18 @@ def test_a_folder_or_gguf_file_is_taken_where_it_stands(here):
     assert find_model("m.gguf") == ModelFiles(Path("m.gguf"), "m.gguf", "file")
 
 
+def test_a_broken_link_is_said_to_be_one(here):
+    (here / "m.gguf").symlink_to("gone.gguf")
+    with pytest.raises(ModelError, match=r"cannot read m\.gguf: No such file"):
+        find_model("m.gguf")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "./" + "a" * 300, "a" * 300 + ".gguf"])
+def test_a_name_too_long_for_a_path_is_a_name_like_others(here, name):
+    with pytest.raises(ModelError, match=r"there is no (model|file or folder) "):
+        find_model(name)
+
+
 def test_the_home_folder_is_known(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here))
     (here / "m.gguf").write_bytes(b"GGUF")

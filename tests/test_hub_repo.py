@@ -14,6 +14,7 @@ from huggingface_hub import constants
 
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.hub import ModelFiles, find_model
+from tinyvllm_cli.model.inventory import known_models
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = json.dumps({"weight_map": {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[0]}}).encode()
@@ -82,6 +83,21 @@ def test_one_gguf_file_of_a_repository(hub):
     assert (found.source, found.commit) == ("hub", COMMIT)
 
 
+def test_a_file_of_any_folder_and_ending_belongs_to_its_commit(hub):
+    name = "snapshots/deep/tiny.GGUF"
+    hub.repos["org/deep"] = {name: b"GGUF"}
+    found = find(f"org/deep/{name}")
+    assert found == find(f"org/deep/{name}", fetch=False)
+    assert (found.path.read_bytes(), found.commit) == (b"GGUF", COMMIT)
+
+
+def test_a_cache_that_is_no_folder_is_named(hub, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=f"the Hub cache cannot be read: .*{tmp_path}/file"):
+        known_models()
+
+
 def test_a_token_is_sent_where_there_is_one(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     find("org/sharded")
@@ -129,7 +145,10 @@ def test_half_a_copy_in_the_cache_is_not_a_model(hub, monkeypatch):
         ("org/gguf/tiny-Q8_1.gguf", {}, ("no file tiny-Q8_1.gguf", "did you mean org/gguf/tiny-Q8_0.gguf?")),
         ("org/sharded/a.gguf", {}, ("no file a.gguf", "none")),
         ("org/sharded", {"fetch": False}, ("not on this machine", "tinyvllm models pull org/sharded")),
-        ("org--x/y", {}, ("org--x/y is no name",)),
+        ("org--x/y", {}, ("org--x/y/config.json is no name",)),
+        ("org/gguf/../x.gguf", {"fetch": False}, ("org/gguf/../x.gguf is no name",)),
+        ("org/gguf//x.gguf", {"fetch": False}, ("org/gguf//x.gguf is no name",)),
+        ("org/gguf/../x.gguf", {}, ("no file ../x.gguf",)),
     ],
 )
 def test_a_refusal_says_what_to_do(hub, name, options, parts):

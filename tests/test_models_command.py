@@ -58,6 +58,8 @@ def test_show_says_what_a_folder_holds(tmp_path):
     assert shown["BOS"].startswith("<s> (1), added")
     assert shown["EOS"] == "</s> (2), <|im_end|> (7)"
     assert shown["suggests"] == "temperature 0.6, top_p 0.9"
+    (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_k": -1}')  # no word on do_sample
+    assert fields(run("show", str(folder)))["suggests"] == "temperature 0.7"
     assert shown["KV cache"].startswith(f"{3 * 2 * np.zeros((2, 16), np.float32).nbytes} bytes")  # K and V, 3 layers
     assert "bfloat16" in shown["weights"]
 
@@ -86,6 +88,15 @@ def test_pull_prints_where_the_file_is_and_then_it_is_listed(tmp_path, monkeypat
     assert Path(result.stdout.strip()).read_bytes() == CONTENT
     assert "fetching tiny-model" in result.stderr
     assert listed()[entry.name][3] == "yes"
+
+
+def test_pull_fetches_a_damaged_file_again(tmp_path, monkeypatch):
+    entry = make_entry(tmp_path / "index", monkeypatch)
+    path = Path(run("pull", entry.name).stdout.strip())
+    path.write_bytes(CONTENT[::-1])
+    result = run("pull", entry.name)
+    assert path.read_bytes() == CONTENT
+    assert f"{path} is not the file it should be" in result.stderr
 
 
 def listed() -> dict[str, list[str]]:

@@ -31,6 +31,13 @@ def test_cos_and_sin_are_those_of_the_reference_up_to_position_131071(name: str)
         np.testing.assert_allclose(table[list(POSITIONS)], stored, rtol=0, atol=2.4e-7)
 
 
+def test_a_longer_table_starts_with_the_bits_of_a_shorter_one():
+    """Sequences go on when the tables grow: K that is in place was rotated with the old ones."""
+    rope, head_dim = ROPES["llama3_1"]
+    for short, long in zip(rope_tables(rope, head_dim, 1001), rope_tables(rope, head_dim, 4099), strict=True):
+        assert np.array_equal(short, long[:1001])
+
+
 def test_the_stored_positions_would_show_angles_in_float64():
     """The tolerance above tells float32 angles from exact ones."""
     rope, head_dim = ROPES["smollm2"]

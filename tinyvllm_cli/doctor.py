@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tinyvllm_cli.backends.cpu.machine import available_cpus, available_memory
 from tinyvllm_cli.config import DEFAULT_MODEL, EngineConfig
-from tinyvllm_cli.errors import TinyvllmError
+from tinyvllm_cli.errors import ModelError, TinyvllmError
 from tinyvllm_cli.model.catalogue import CATALOGUE, locate
 from tinyvllm_cli.model.storage import cache_dir, format_bytes, free_bytes, is_offline, make_folder
+from tinyvllm_cli.model.wheel_fetch import verify
 
 MEMORY_NEEDED = 1_000_000_000  # bytes: the default model's weights in float32 (0.54 GB), KV cache and the interpreter
 DISK_NEEDED = 800_000_000  # bytes: the default model as it is fetched (0.1 GB, twice) and in float32 (0.54 GB)
 
+MORE_MEMORY = "close other programs, or raise the limit of the container or of `ulimit -v`"
+REINSTALL_NUMPY = f"{sys.executable} -m pip install --force-reinstall --only-binary :all: numpy"
+
 QUESTION = "What is the capital of France?"
 # Greedy ids of transformers 5.24 in float32 on the same weights; "The capital of France is Paris." and EOS.
 KNOWN_IDS = (504, 3575, 282, 4649, 314, 7042, 30, 2)
+
+
+class NoAnswerError(TinyvllmError):
+    """A model that was loaded could not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,8 @@ def run_checks(report: Callable[[str], None]) -> Iterator[Check]:
             yield check()
         except TinyvllmError as error:
             yield Check(name, False, str(error))
+        except MemoryError:
+            yield Check(name, False, "not enough memory", MORE_MEMORY)
         except Exception as error:  # whatever is broken here is what the user came to learn
             yield Check(name, False, f"{type(error).__name__}: {error}", f"{sys.executable} -m pip check")
 
@@ -63,13 +74,13 @@ def _numpy() -> Check:
     blas = ", ".join(f"{item['internal_api']} {item['version']}, {item['num_threads']} threads" for item in libraries)
     ok = bool(blas) or sys.platform == "darwin"  # threadpoolctl cannot see macOS' own BLAS
     found = f"{np.__version__} with {blas or ('Accelerate' if ok else 'no fast BLAS')}"
-    return Check("NumPy", ok, found, f"{sys.executable} -m pip install --force-reinstall --only-binary :all: numpy")
+    return Check("NumPy", ok, found, REINSTALL_NUMPY)
 
 
 def _memory() -> Check:
     free = available_memory()
     found = f"{format_bytes(free)} available, {format_bytes(MEMORY_NEEDED)} needed for the default model"
-    return Check("memory", free >= MEMORY_NEEDED, found, "close other programs, or raise the limit of the container")
+    return Check("memory", free >= MEMORY_NEEDED, found, MORE_MEMORY)
 
 
 def _cache() -> Check:
@@ -85,21 +96,40 @@ def _cache() -> Check:
 def _default_model() -> Check:
     entry = CATALOGUE[DEFAULT_MODEL]
     path = locate(entry)
-    if path is not None:
-        return Check("default model", True, f"{DEFAULT_MODEL} is here, {path}")
-    size = format_bytes(entry.source.wheel_size)
-    found = f"{DEFAULT_MODEL} is not here yet ({size})"
-    return Check("default model", not is_offline(), found, f"TINYVLLM_OFFLINE=0 tinyvllm models pull {DEFAULT_MODEL}")
+    pull = f"TINYVLLM_OFFLINE=0 tinyvllm models pull {DEFAULT_MODEL}"
+    if path is None:
+        found = f"{DEFAULT_MODEL} is not here yet ({format_bytes(entry.source.wheel_size)})"
+        return Check("default model", not is_offline(), found, pull)
+    try:
+        verify(path, entry.source.sha256)
+    except ModelError as error:
+        return Check("default model", False, str(error), f"rm {shlex.quote(str(path))} && {pull}")
+    return Check("default model", True, f"{DEFAULT_MODEL} is here, {path}")
 
 
 def _known_answer(report: Callable[[str], None]) -> Check:
-    ids = answer(DEFAULT_MODEL, QUESTION, len(KNOWN_IDS), report)
-    found = "equal" if ids == KNOWN_IDS else f"different: ids {list(ids)}, wanted {list(KNOWN_IDS)}"
-    return Check("known answer", ids == KNOWN_IDS, found, f"{sys.executable} -m pip install --upgrade numpy")
+    try:
+        ids = answer(DEFAULT_MODEL, QUESTION, len(KNOWN_IDS), report)
+    except NoAnswerError as error:
+        found = str(error)
+    else:
+        if ids == KNOWN_IDS:
+            return Check("known answer", True, "equal")
+        found = f"different: ids {list(ids)}, wanted {list(KNOWN_IDS)}"
+    from tinyvllm_cli.model.weights.converted import copies_folder
+
+    model, copies = _default_model(), copies_folder(cache_dir())
+    if not model.ok:
+        return Check("known answer", False, found, model.mend)
+    if copies.is_dir():
+        return Check("known answer", False, found, f"rm -r {shlex.quote(str(copies))}")
+    return Check("known answer", False, found, REINSTALL_NUMPY)
 
 
 def answer(model: str, question: str, max_tokens: int, report: Callable[[str], None]) -> tuple[int, ...]:
-    """Greedy ids that the real engine gives to one chat question. Raises TinyvllmError."""
+    """Greedy ids that the real engine gives to one chat question. NoAnswerError where the model gives none, another
+    TinyvllmError where it cannot be loaded.
+    """
     from tinyvllm_cli.load import open_engine
     from tinyvllm_cli.types import Completion, Message, Request, SamplingParams
 
@@ -117,7 +147,7 @@ def answer(model: str, question: str, max_tokens: int, report: Callable[[str], N
             for event in loaded.engine.step():
                 if isinstance(event, Completion):
                     if event.error is not None:
-                        raise TinyvllmError(f"{event.error.type}: {event.error.message}")
+                        raise NoAnswerError(f"{event.error.type}: {event.error.message}")
                     return event.choices[0].token_ids
         raise TinyvllmError("the engine stopped without an answer")
     finally:

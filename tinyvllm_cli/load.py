@@ -49,7 +49,7 @@ def open_engine(
     files = find_model(model, revision=revision, report=report)
     checkpoint = open_checkpoint(files.path)
     tokenizer = load_tokenizer(files.path)
-    codec = TextCodec(tokenizer, load_chat_template(files.path), system=system)
+    codec = TextCodec(tokenizer, load_chat_template(files.path), system, checkpoint.config.vocab_size)
     checkpoint = converted(checkpoint, cache_dir())
     backend = _cpu_backend(checkpoint, config, tokenizer.size)
     engine = Engine(backend, codec, eos_token_ids=checkpoint.generation.eos_token_ids, run_seed=config.seed)

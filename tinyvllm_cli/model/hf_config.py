@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -42,7 +42,7 @@ class HFConfig(msgspec.Struct):
     vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float
-    architectures: list[str] | None = None
+    architectures: list[str] | str | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     hidden_act: str = "silu"
@@ -50,20 +50,21 @@ class HFConfig(msgspec.Struct):
     attention_bias: bool = False
     mlp_bias: bool = False
     rope_theta: float = 10_000.0
-    rope_scaling: Rope | None = None
-    rope_parameters: Rope | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    original_max_position_embeddings: int | None = None
     partial_rotary_factor: float = 1.0
     sliding_window: int | msgspec.UnsetType | None = msgspec.UNSET
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
     quantization_config: dict[str, object] | None = None
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: Any = None
 
 
 class Identity(msgspec.Struct):
     """The one key of config.json that every architecture has."""
 
-    architectures: list[str] | None = None
+    architectures: list[str] | str | None = None
 
 
 def read_config(path: Path) -> HFConfig:
@@ -103,11 +104,12 @@ def model_config(config: HFConfig, path: Path) -> ModelConfig:
     return checked(model, path)
 
 
-def _architecture(names: list[str] | None, path: Path) -> str:
-    if names is None or len(names) != 1 or names[0] not in ARCHITECTURES:
-        found = "not named" if not names else ", ".join(map(repr, names))
+def _architecture(names: list[str] | str | None, path: Path) -> str:
+    listed = [names] if isinstance(names, str) else names or []
+    if len(listed) != 1 or listed[0] not in ARCHITECTURES:
+        found = ", ".join(map(repr, listed)) or "not named"
         raise ModelError(f"{path}: architecture {found}, wanted {' or '.join(ARCHITECTURES)}")
-    return names[0]
+    return listed[0]
 
 
 def _refuse_unsupported(config: HFConfig, path: Path) -> None:
@@ -132,30 +134,51 @@ def _refuse_sliding_window(config: HFConfig, architecture: str, path: Path) -> N
 
 
 def _rope(config: HFConfig, path: Path) -> RopeConfig:
-    """From the new key rope_parameters, else from the old rope_scaling and rope_theta."""
-    rope = config.rope_parameters or config.rope_scaling or Rope()
-    partial = min(config.partial_rotary_factor, rope.partial_rotary_factor)
-    if partial != 1.0:
-        raise ModelError(f"{path}: partial_rotary_factor is {partial}, wanted 1")
+    """From rope_parameters, or rope_scaling and rope_theta of older folders. transformers 5 takes rope_scaling where
+    both are there, other tools do not: they have to agree.
+    """
+    given = [_present(values) for values in (config.rope_scaling, config.rope_parameters)]
+    ropes = {_rope_of(values, config, path) for values in given if values} or {_rope_of({}, config, path)}
+    if len(ropes) > 1:
+        raise ModelError(f"{path}: rope_scaling and rope_parameters do not say the same: take one of them out")
+    return ropes.pop()
+
+
+def _present(values: dict[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (values or {}).items() if value is not None}
+
+
+def _rope_of(values: dict[str, Any], config: HFConfig, path: Path) -> RopeConfig:
+    """The RoPE of one of the two keys, with the top-level keys that belong to it."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            raise ModelError(f"{path}: RoPE parameters of their own for {key!r}, wanted the same for every layer")
+    try:
+        rope = msgspec.convert(values, Rope)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{path}: RoPE parameters: {error}") from None
+    partial = {config.partial_rotary_factor, rope.partial_rotary_factor} - {1.0}
+    if partial:
+        raise ModelError(f"{path}: partial_rotary_factor is {partial.pop()}, wanted 1")
     theta = _or(rope.rope_theta, config.rope_theta)
     type = _or(rope.rope_type, rope.type)
-    if type is None and rope.factor is None:
-        type = "default"
-    match type:
+    unnamed = sorted(values.keys() - {"rope_theta", "partial_rotary_factor"}) if type is None else []
+    match "default" if type is None and not unnamed else type:
         case "default":
             return RopeConfig(theta)
         case "linear":
             return RopeConfig(theta, "linear", _need(rope.factor, "factor", path))
         case "llama3":
+            original = _or(rope.original_max_position_embeddings, config.max_position_embeddings)
             return RopeConfig(
                 theta,
                 "llama3",
                 _need(rope.factor, "factor", path),
                 _need(rope.low_freq_factor, "low_freq_factor", path),
                 _need(rope.high_freq_factor, "high_freq_factor", path),
-                _need(rope.original_max_position_embeddings, "original_max_position_embeddings", path),
+                _or(config.original_max_position_embeddings, original),  # as transformers: the top-level key wins
             )
-    found = "not named" if type is None else repr(type)
+    found = f"not named beside {unnamed[0]!r}" if unnamed else repr(type)
     raise ModelError(f"{path}: RoPE type {found}, wanted default, linear or llama3")
 
 

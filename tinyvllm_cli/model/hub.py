@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import re
+import stat
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +16,13 @@ from typing import Literal
 from tinyvllm_cli.errors import ModelError, UsageError
 from tinyvllm_cli.model import catalogue, hub_repo
 from tinyvllm_cli.model.storage import cache_dir
+from tinyvllm_cli.model.weights.gguf import is_gguf
 
 __all__ = ["ModelFiles", "cache_dir", "find_model"]
 
-HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>.+\.gguf))?", re.ASCII)
+HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>.+\.(?i:gguf)))?", re.ASCII)
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # errors of a path that leads nowhere
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-GGUF_MAGIC = b"GGUF"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ def find_model(
     progress = progress and sys.stderr.isatty()
     entry = catalogue.CATALOGUE.get(name)
     local = _local_files(name)
-    if local is not None and (entry is None or local.is_file() or (local / "config.json").is_file()):
+    if local is not None and (entry is None or local.is_file() or os.path.lexists(local / "config.json")):
         _refuse_revision(revision, name)
         return _local_model(local, name)
     if entry is not None:
@@ -75,25 +79,26 @@ def _local_files(name: str) -> Path | None:
         raise ModelError(f"{name!r} cannot name a model: give a folder, a .gguf file, a Hub id or a catalogue name")
     try:
         path = Path(name).expanduser()
-        return path if path.exists() else None
+        path.lstat()  # a broken link is there
     except OSError as error:
+        if error.errno in ABSENT:
+            return None
         raise ModelError(f"cannot look at {name}: {error.strerror}") from None
     except (RuntimeError, ValueError):  # no such user's home; characters that no path has
         return None
+    return path
 
 
 def _local_model(path: Path, name: str) -> ModelFiles:
     if path.is_dir():
-        if (path / "config.json").is_file():
+        if os.path.lexists(path / "config.json"):
             return ModelFiles(path, name, "folder")
         held = sorted(path.glob("*.gguf"))
         hint = f"; give the file: {held[0]}" if held else ""
         raise ModelError(f"{path} has no config.json, so it is no model folder in Hugging Face layout{hint}")
     try:
-        if path.is_file():  # a pipe would keep us waiting
-            with path.open("rb") as file:
-                if file.read(len(GGUF_MAGIC)) == GGUF_MAGIC:
-                    return ModelFiles(path, name, "file")
+        if stat.S_ISREG(path.stat().st_mode) and is_gguf(path):  # a pipe would keep us waiting
+            return ModelFiles(path, name, "file")
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     raise ModelError(f"{path} is not a GGUF file; of a model in Hugging Face layout give the folder")

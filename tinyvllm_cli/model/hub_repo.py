@@ -13,7 +13,13 @@ from tinyvllm_cli.model.storage import format_bytes, is_offline, require_room
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 TIMEOUT_S = 15.0
 OTHER_WAYS = "other ways: a model folder, a .gguf file, or a name from `tinyvllm models list`"
 
@@ -47,19 +53,22 @@ def fetch(
 
 def find_cached(repo: str, file: str | None, *, revision: str | None) -> tuple[Path, str] | None:
     """The same from the cache alone, without network; None where it is not there or not whole."""
-    from huggingface_hub import errors, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
+    asked = file or "config.json"
     try:
-        found = try_to_load_from_cache(repo, file or "config.json", revision=revision)
-    except errors.HFValidationError as error:
-        raise ModelError(f"{repo} is no name that the Hub could have: {error}") from None
+        found = try_to_load_from_cache(repo, asked, revision=revision)
+    except ValueError as error:  # its checks of names, HFValidationError among them
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{repo}/{asked} is no name that the Hub could have: {reason}") from None
+    except OSError as error:
+        raise ModelError(f"the Hub cache cannot be read: {error}") from None
     if not isinstance(found, str):
         return None
-    path = Path(found) if file else Path(found).parent
-    if not file and not _is_whole(path):
+    snapshot = Path(found).parents[len(Path(asked).parts) - 1]
+    if not file and not _is_whole(snapshot):
         return None
-    parts = Path(found).parts
-    return path, parts[len(parts) - parts[::-1].index("snapshots")]
+    return (Path(found) if file else snapshot), snapshot.name
 
 
 def _download(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.catalogue import CATALOGUE, locate
 from tinyvllm_cli.model.storage import format_bytes
 
@@ -24,4 +25,6 @@ def _hub_models() -> list[tuple[str, int]]:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
+    except (ValueError, OSError) as error:  # ValueError: a file where the folder should be
+        raise ModelError(f"the Hub cache cannot be read: {error}") from None
     return sorted((repo.repo_id, repo.size_on_disk) for repo in repos if repo.repo_type == "model")

@@ -1,7 +1,9 @@
-"""Read a JSON file into a typed struct."""
+"""Read a JSON file of a model into a typed value."""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,10 +15,25 @@ T = TypeVar("T")
 
 
 def read_json(path: Path, type: type[T]) -> T:
-    """ModelError, one line, where the file cannot be read, is no JSON, or lacks a key or has one of another type."""
+    """ModelError, one line, where the file cannot be read, is no JSON, or lacks a key or has one of another type.
+
+    JSON as Python writes it: NaN and Infinity are numbers. An integral number is an integer, 64.0 too.
+    """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=type)
+        value = json.loads(path.read_text(encoding="utf-8"), parse_float=_number)
+        json.dumps(value, ensure_ascii=False).encode()  # an escaped half of a surrogate pair would fail much later
+        return msgspec.convert(value, type)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: {error}") from None
+
+
+def read_optional_json(path: Path, type: type[T]) -> T | None:
+    """The same of a file that need not be there; None where nothing has its name: a broken link is no absent file."""
+    return read_json(path, type) if os.path.lexists(path) else None
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if value.is_integer() else value

@@ -35,7 +35,9 @@ def checked(config: ModelConfig, path: Path) -> ModelConfig:
 
 
 def _check_rope(rope: RopeConfig, head_dim: int, path: Path) -> None:
-    for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position"):
+    if not 1 <= rope.original_max_position <= MAX_SIZE:
+        raise ModelError(f"{path}: RoPE original_max_position is {rope.original_max_position}, wanted 1 to {MAX_SIZE}")
+    for name in ("theta", "factor", "low_freq_factor", "high_freq_factor"):
         value = getattr(rope, name)
         if not (value > 0 and math.isfinite(value)):
             raise ModelError(f"{path}: RoPE {name} is {value}, wanted a positive number")

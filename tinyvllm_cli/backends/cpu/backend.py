@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +24,7 @@ from tinyvllm_cli.model.weights.layout import iter_weights
 from tinyvllm_cli.model.weights.source import TensorSource
 from tinyvllm_cli.types import F32, I32, Batch, Limits, SlotOptions, StepOutput
 
+FIRST_POSITIONS = 4096  # of the RoPE tables, before a sequence needs more
 ROUNDED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -69,7 +71,8 @@ class CpuBackend:
             max_in_flight=max_in_flight,
         )
         self._cache = KVCache(config, num_blocks)
-        self._rope = rope_tables(config.rope, config.head_dim, max_seq_len)
+        self._rope_tables = partial(rope_tables, config.rope, config.head_dim)
+        self._rope = self._rope_tables(min(FIRST_POSITIONS, max_seq_len))
         self._token_table = np.zeros((engine.slots, max_seq_len), np.int32)
         self._counted = np.zeros(engine.slots, np.int32)  # tokens of each slot whose K and V are in place
         self._options = [SlotOptions()] * engine.slots
@@ -116,9 +119,16 @@ class CpuBackend:
         rows = resolve_rows(batch, self._limits, self._token_table, self._counted)
         self._token_table[rows.slots, rows.positions] = rows.token_ids
         self._counted[rows.slots] = rows.positions + 1  # of a slot's rows the last one stays
+        self._reach(int(rows.positions.max()))
         with self._device.running(len(rows.positions)):
             logits = forward(ops, self._device, self._parameters, self._cache, rows, eps=self._eps, rope=self._rope)
         return rows, logits
+
+    def _reach(self, position: int) -> None:
+        """Make the RoPE tables long enough: twice as long each time, for most contexts are never used to their end."""
+        length = len(self._rope[0])
+        if position >= length:
+            self._rope = self._rope_tables(min(max(2 * length, position + 1), self._limits.max_seq_len))
 
 
 def _place(array: npt.NDArray[Any], dtype: DtypeName) -> F32:

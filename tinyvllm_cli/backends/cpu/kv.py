@@ -12,6 +12,8 @@ from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import ModelError, UsageError
 from tinyvllm_cli.types import F32, I32
 
+MAX_BLOCKS = 2**31 // BLOCK_SIZE  # rows of the pool are counted in i32
+
 
 class KVCache:
     """K and V of every block.
@@ -63,10 +65,14 @@ def pool_size(config: ModelConfig, engine: EngineConfig, num_blocks: int | None)
     wanted = engine.max_model_len or config.max_position
     if wanted > config.max_position:
         raise UsageError(f"--max-model-len {wanted} is more than the model's context, at most {config.max_position}")
-    block_bytes = config.num_layers * 2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim * 4
+    # A block with its share of what the backend keeps for each position: cos and sin, and the token of each slot.
+    position_bytes = 4 * (
+        config.num_layers * 2 * config.num_kv_heads * config.head_dim + config.head_dim + engine.slots
+    )
+    block_bytes = BLOCK_SIZE * position_bytes
     blocks_each = -(-wanted // BLOCK_SIZE)
     if num_blocks is None:
-        num_blocks = min(1 + engine.slots * blocks_each, available_memory() // 2 // block_bytes)
+        num_blocks = min(1 + engine.slots * blocks_each, available_memory() // 2 // block_bytes, MAX_BLOCKS)
         needed = 1 + (blocks_each if engine.max_model_len else 1)
         if num_blocks < needed:
             raise ModelError(

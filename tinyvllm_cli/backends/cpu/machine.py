@@ -1,56 +1,83 @@
-"""What this process may use of the machine: CPUs and memory, within the limits of a container."""
+"""What this process may use of the machine: CPUs and memory, within the limits of control groups and of `ulimit`."""
 
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-MEMINFO = Path("/proc/meminfo")
+PROC = Path("/proc")
+
+# Limits on this process, and which number of /proc/self/statm counts against each (proc(5); in pages).
+ADDRESS_SPACES = ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5))
 
 
 def available_cpus() -> int:
-    """CPUs this process may run on, and no more than its control group gives time for; at least 1."""
+    """CPUs this process may run on, and no more than its control groups give time for; at least 1."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read("cpu.max").split() or [
-        *_read("cpu/cpu.cfs_quota_us").split(),
-        *_read("cpu/cpu.cfs_period_us").split(),
-    ]
-    if len(quota) == 2 and quota[0].isdigit():  # version 2 says "max", version 1 says -1 where there is no limit
-        cpus = min(cpus, -(-int(quota[0]) // int(quota[1])))
+    for group in _control_groups("cpu"):
+        quota = _read(group / "cpu.max").split() or [
+            *_read(group / "cpu.cfs_quota_us").split(),
+            *_read(group / "cpu.cfs_period_us").split(),
+        ]
+        if len(quota) == 2 and quota[0].isdigit():  # version 2 says "max", version 1 says -1 where there is no limit
+            cpus = min(cpus, -(-int(quota[0]) // int(quota[1])))
     return max(1, cpus)
 
 
 def available_memory() -> int:
-    """Bytes that can still be taken: what the system has, within the control group's limit where there is one."""
-    free, limit = _system_memory(), _cgroup_memory()
-    return free if limit is None else min(free, limit)
+    """Bytes that can still be taken: the least that the system, a control group or a limit on the process leaves."""
+    return max(0, min([_system_memory(), *_cgroup_memory(), *_process_memory()]))
 
 
 def _system_memory() -> int:
-    try:
-        lines = MEMINFO.read_text().splitlines()
-    except OSError:  # no Linux: half of the memory there is, as nothing tells how much of it is free
+    fields = dict(line.split(":", 1) for line in _read(PROC / "meminfo").splitlines() if ":" in line)
+    if "MemAvailable" not in fields:  # no Linux: half of the memory there is, as nothing tells how much of it is free
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _cgroup_memory() -> int | None:
-    """Limit minus use of the control group (version 2, else 1); pages of files count as free."""
-    for folder, limit, used in (
-        ("", "memory.max", "memory.current"),
-        ("memory/", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        if (bytes_allowed := _read(folder + limit).strip()).isdigit():
-            stat = dict(line.split() for line in _read(f"{folder}memory.stat").splitlines())
-            return int(bytes_allowed) - int(_read(folder + used)) + int(stat.get("inactive_file", 0))
-    return None
+def _cgroup_memory() -> Iterator[int]:
+    """Limit minus use of each control group (version 2, else 1); pages of files count as free."""
+    for group in _control_groups("memory"):
+        for limit, used, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            if (bytes_allowed := _read(group / limit).strip()).isdigit():
+                stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+                yield int(bytes_allowed) - int(_read(group / used)) + int(stat.get(cached, 0))
 
 
-def _read(name: str) -> str:
-    """A file of the control group; empty where there is none."""
+def _process_memory() -> Iterator[int]:
+    """Limit minus use of the address space (ulimit -v) and of private memory (ulimit -d), where they are set."""
+    pages = _read(PROC / "self/statm").split()
+    for limit, column in ADDRESS_SPACES:
+        bytes_allowed = resource.getrlimit(limit)[0]
+        if bytes_allowed != resource.RLIM_INFINITY:
+            yield bytes_allowed - (int(pages[column]) * resource.getpagesize() if pages else 0)
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """The folders of the control group that this process is in and of those around it: a limit of any of them holds.
+
+    A container may see the path that its group has outside of it: then only the root is there, which is its own group.
+    """
+    for line in _read(PROC / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = CGROUP / controller if controllers else CGROUP  # version 1 has a folder for each controller
+        group = root / path.lstrip("/")
+        yield group
+        yield from (parent for parent in group.parents if parent.is_relative_to(root))
+
+
+def _read(path: Path) -> str:
+    """A file of the system; empty where there is none."""
     try:
-        return (CGROUP / name).read_text()
+        return path.read_text()
     except OSError:
         return ""

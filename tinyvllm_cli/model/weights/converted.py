@@ -1,4 +1,4 @@
-"""A float32 safetensors copy of a quantized checkpoint in the user's cache, made once and found by content."""
+"""A float32 safetensors copy of a quantized checkpoint in the user's cache, made once for a file as it is now."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from urllib.parse import unquote_to_bytes, urlsplit
 
 import msgspec
 import numpy as np
@@ -18,33 +19,37 @@ from tinyvllm_cli.config import ModelConfig
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.checkpoint import Checkpoint
 from tinyvllm_cli.model.weights.layout import tensor_shapes
-from tinyvllm_cli.model.weights.safetensors import PREFIX, SafeTensors, open_safetensors
+from tinyvllm_cli.model.weights.safetensors import PREFIX, SafeTensors, open_safetensors, read_metadata
 from tinyvllm_cli.model.weights.source import TensorSource, map_file, read_ahead
 
 MAX_COPY = 1_000_000_000  # bytes; a larger model is de-quantized at each load
 ROOM = 1_000_000_000  # bytes of the disk that a copy leaves free
-FORMAT = "1"  # a change in what a copy holds changes this, and so every key
+FORMAT = "2"  # a change in what a copy holds changes this, and so every key
 SAMPLES, SAMPLE = 64, 1 << 16  # pieces of the source that its key is made of, bytes of each
 ALIGNMENT = 64  # bytes; where the data of a copy begins
 
 Shapes = dict[str, tuple[int, ...]]
 
 
+def copies_folder(cache_dir: Path) -> Path:
+    return cache_dir / "converted"
+
+
 def converted(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
     """The same checkpoint with its tensors from a copy in the cache, which is made where it is not there.
 
-    The checkpoint itself where it is not quantized, the copy would be 1 GB or more, another process is making it, or
+    The checkpoint itself where it is not quantized, the copy would be 1 GB or more, another process is making one, or
     the cache has no room or cannot be written: a copy saves time and is never needed. A few tensors are in memory at
     a time.
     """
     shapes = tensor_shapes(checkpoint.config)
     if checkpoint.quantization is None or _nbytes(shapes) >= MAX_COPY:
         return checkpoint
-    path = cache_dir / "converted" / f"{source_key(checkpoint.path, checkpoint.config)}.safetensors"
+    path = copies_folder(cache_dir) / f"{source_key(checkpoint.path, checkpoint.config)}.safetensors"
     tensors = _open_copy(path, shapes)
     if tensors is None:
         try:
-            _make_copy(checkpoint.tensors, shapes, path)
+            _make_copy(checkpoint, shapes, path)
         except OSError:  # no room, no right to write, or no lock: see above
             return checkpoint
         tensors = _open_copy(path, shapes)
@@ -52,9 +57,14 @@ def converted(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
 
 
 def source_key(path: Path, config: ModelConfig) -> str:
-    """32 hex digits of a weight file's identity, wherever it lies: its size, its config and pieces of its bytes."""
-    data = map_file(path)
-    digest = hashlib.sha256(repr((FORMAT, len(data), config)).encode())
+    """32 hex digits of a weight file as it is now: its config, what the file system says of it, pieces of its bytes.
+
+    The pieces alone would miss a file that was changed between them.
+    """
+    path = path.resolve()
+    data, stat = map_file(path), path.stat()
+    identity = (FORMAT, config, os.fspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    digest = hashlib.sha256(repr(identity).encode())
     for i in range(SAMPLES):
         start = max(len(data) - SAMPLE, 0) * i // (SAMPLES - 1)
         digest.update(data[start : start + SAMPLE])
@@ -73,29 +83,42 @@ def _open_copy(path: Path, shapes: Shapes) -> SafeTensors | None:
     return copy if same else None
 
 
-def _make_copy(source: TensorSource, shapes: Shapes, path: Path) -> None:
-    """Write the copy under another name and rename it when it is whole and on the disk.
+def _make_copy(checkpoint: Checkpoint, shapes: Shapes, path: Path) -> None:
+    """Write the copy under another name and rename it when it is whole and on the disk; throw away those of no use.
 
-    OSError where it cannot be made; BlockingIOError among them while another process makes it: not waited for, since
+    OSError where it cannot be made; BlockingIOError among them while another process makes one: not waited for, since
     de-quantizing takes no longer. The lock has a file of its own, which is never renamed or removed, and falls with
     its process: a part that a killed one left behind is overwritten.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("wb") as lock:
+    source, part = checkpoint.path.resolve(), path.with_name("part")
+    with path.with_name("lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_stale(path.parent, source)
         if shutil.disk_usage(path.parent).free < _nbytes(shapes) + ROOM:
             raise OSError("no room for a copy")
-        part = path.with_suffix(".part")
         try:
-            write_copy(source, shapes, part)
+            write_copy(checkpoint.tensors, shapes, part, source)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
 
 
-def write_copy(source: TensorSource, shapes: Shapes, path: Path) -> None:
-    """A safetensors file of float32 tensors, written one after another."""
-    entries: dict[str, dict[str, object]] = {}
+def _remove_stale(folder: Path, source: Path) -> None:
+    """Remove the copies that cannot be found again: of `source` as it was before, and of files that are gone."""
+    for copy in folder.glob("*.safetensors"):
+        try:
+            uri = read_metadata(copy).get("source", "")
+        except ModelError:  # damaged
+            uri = ""
+        recorded = Path(os.fsdecode(unquote_to_bytes(urlsplit(uri).path)))
+        if recorded == source or not recorded.is_file():
+            copy.unlink()
+
+
+def write_copy(tensors: TensorSource, shapes: Shapes, path: Path, source: Path) -> None:
+    """A safetensors file of float32 tensors, written one after another; its metadata names the source."""
+    entries: dict[str, object] = {"__metadata__": {"source": source.as_uri()}}  # a path need not be UTF-8, a URI is
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + _nbytes({name: shape})
@@ -104,7 +127,7 @@ def write_copy(source: TensorSource, shapes: Shapes, path: Path) -> None:
     header += b" " * (-(PREFIX + len(header)) % ALIGNMENT)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(PREFIX, "little") + header)
-        for array in read_ahead(partial(source.read, name) for name in shapes):
+        for array in read_ahead(partial(tensors.read, name) for name in shapes):
             file.write(np.ascontiguousarray(array, "<f4").data)
         file.flush()
         os.fsync(file.fileno())

@@ -63,6 +63,12 @@ class GGUFFile:
         return self.raw[tensor.offset : tensor.offset + tensor.nbytes]
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file is a GGUF file, by its first bytes: names end in anything. OSError where it cannot be read."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
 def read_gguf(path: Path) -> GGUFFile:
     """Header, metadata and tensor list of a GGUF file of version 2 or 3. ModelError for every file that is not one."""
     data = map_file(path)

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from tinyvllm_cli.config import DtypeName, ModelConfig
+from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.weights.gguf import GGUFFile
 from tinyvllm_cli.model.weights.names import hf_name
 from tinyvllm_cli.model.weights.quant import dequantize
@@ -27,6 +28,9 @@ class GGUFTensors:
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self._file = file
         self._tensors = {hf_name(name): tensor for name, tensor in file.tensors.items()}
+        if len(self._tensors) < len(file.tensors):
+            names = [name for name in file.tensors if hf_name(name) != name and hf_name(name) in file.tensors]
+            raise ModelError(f"{file.path}: tensors {names[0]!r} and {hf_name(names[0])!r} are the same one")
         # llama.cpp turns neighbouring pairs, Hugging Face's order pairs the halves of a head: only files of this one
         # architecture have the rows of q and k permuted for it.
         permuted = config.architecture == "llama"

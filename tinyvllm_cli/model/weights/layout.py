@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,10 @@ from tinyvllm_cli.model.weights.source import Array, TensorSource, read_ahead
 INTERLEAVE = 8  # gate and up rows alternate in groups of so many
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+# Tensors that change nothing where they are not used: a head that is tied; RoPE frequencies, which follow from the
+# configuration (those of a GGUF file are read with it).
+HARMLESS = re.compile(r"lm_head\.weight|rope_freqs\.weight|model\.(.+\.)?rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ def iter_weights(config: ModelConfig, tensors: TensorSource) -> Iterator[WeightI
 
 
 def check_tensors(config: ModelConfig, tensors: TensorSource) -> None:
-    """Every tensor that the model needs is there with its shape and a known type, and no layer has others."""
+    """Every tensor that the model needs is there with its shape and a known type, and no others that could matter."""
     wanted = tensor_shapes(config)
     found = tensors.names()
     for name, shape in wanted.items():
@@ -64,9 +69,8 @@ def check_tensors(config: ModelConfig, tensors: TensorSource) -> None:
                 f"tensor {name!r} is {list(tensors.shape(name))}, wanted {list(shape)} by the configuration"
             )
         tensors.dtype(name)
-    # A layer's tensor that is not used would make answers wrong in silence: a bias, a norm, an adapter, an expert.
-    unused = (name for name in found - wanted.keys() if name.startswith(("model.layers.", "blk.")))
-    extra = sorted(name for name in unused if not name.endswith(".rotary_emb.inv_freq"))
+    # A tensor that is not used would make answers wrong in silence: a bias, a norm, an adapter, an expert.
+    extra = sorted(name for name in found - wanted.keys() if not HARMLESS.fullmatch(name))
     if extra:
         raise ModelError(
             f"tensor {extra[0]!r} is not part of {config.architecture} with {config.num_layers} layers "

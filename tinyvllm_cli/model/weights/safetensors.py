@@ -6,9 +6,10 @@ The header is read here, not by the safetensors package, whose NumPy side knows 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import msgspec
@@ -27,6 +28,8 @@ DTYPES: dict[str, tuple[DtypeName, np.dtype[Any]]] = {
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the limit of the format
 PREFIX = 8  # bytes of the header's length
+METADATA = "__metadata__"  # the one key of a header that is no tensor's name
+T = TypeVar("T")
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -45,7 +48,6 @@ class Index(msgspec.Struct):
 class Tensor:
     entry: Entry
     raw: U8  # its bytes, a view of the mapped file
-    path: Path
 
 
 class SafeTensors:
@@ -67,9 +69,7 @@ class SafeTensors:
     def dtype(self, name: str) -> DtypeName:
         tensor = self._tensors[name]
         if tensor.entry.dtype not in DTYPES:
-            raise ModelError(
-                f"{tensor.path}: tensor {name!r} has dtype {tensor.entry.dtype!r}, wanted one of {', '.join(DTYPES)}"
-            )
+            raise ModelError(f"tensor {name!r} has dtype {tensor.entry.dtype!r}, wanted one of {', '.join(DTYPES)}")
         return DTYPES[tensor.entry.dtype][0]
 
     def read(self, name: str) -> Array:
@@ -86,18 +86,26 @@ def open_safetensors(path: Path) -> SafeTensors:
     return SafeTensors(_read_file(path))
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """The free text in a file's header; empty where it has none. ModelError where the header is broken."""
+    raw = _read_header(path)[0].get(METADATA)
+    return {} if raw is None else _decode(raw, dict[str, str], path)
+
+
 def open_folder(folder: Path) -> SafeTensors:
     """model.safetensors of a folder, or the files of its index. ModelError where they are not there or broken."""
-    if (folder / SINGLE).is_file():
+    if os.path.lexists(folder / SINGLE):
         return open_safetensors(folder / SINGLE)
-    if not (folder / INDEX).is_file():
+    if not os.path.lexists(folder / INDEX):
         raise ModelError(f"{folder}: {_missing(folder)}")
     weight_map = _read_index(folder / INDEX)
     files = {file: _read_file(folder / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in files[file]:
             raise ModelError(f"{folder / file}: tensor {name!r} is not in it, although {INDEX} says so")
-    return SafeTensors({name: files[file][name] for name, file in weight_map.items()})
+    # A tensor that the index leaves out is there all the same, and whether it may be is for others to say.
+    unlisted = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    return SafeTensors(unlisted | {name: files[file][name] for name, file in weight_map.items()})
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -124,20 +132,29 @@ def _missing(folder: Path) -> str:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
+    header, data = _read_header(path)
+    entries = {name: _decode(raw, Entry, path) for name, raw in header.items() if name != METADATA}
+    _check_places(path, entries, len(data))
+    return {n: Tensor(e, data[e.data_offsets[0] : e.data_offsets[1]]) for n, e in entries.items()}
+
+
+def _read_header(path: Path) -> tuple[dict[str, msgspec.Raw], U8]:
+    """The header by tensor, and the data behind it."""
     data = np.frombuffer(map_file(path), np.uint8)
     length = int.from_bytes(data[:PREFIX].tobytes(), "little")
     if length > min(MAX_HEADER, len(data) - PREFIX):
         raise ModelError(
             f"{path}: a header of {length} bytes in a file of {len(data)}: cut short, or not a safetensors file"
         )
+    header = _decode(data[PREFIX : PREFIX + length].tobytes(), dict[str, msgspec.Raw], path)
+    return header, data[PREFIX + length :]
+
+
+def _decode(raw: bytes | msgspec.Raw, type: type[T], path: Path) -> T:
     try:
-        header = msgspec.json.decode(data[PREFIX : PREFIX + length].tobytes(), type=dict[str, msgspec.Raw])
-        entries = {n: msgspec.json.decode(e, type=Entry) for n, e in header.items() if n != "__metadata__"}
+        return msgspec.json.decode(raw, type=type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: a damaged safetensors header: {error}") from None
-    _check_places(path, entries, len(data) - PREFIX - length)
-    data = data[PREFIX + length :]
-    return {n: Tensor(e, data[e.data_offsets[0] : e.data_offsets[1]], path) for n, e in entries.items()}
 
 
 def _check_places(path: Path, entries: dict[str, Entry], nbytes: int) -> None:
