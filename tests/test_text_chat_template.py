@@ -1,16 +1,20 @@
 """Chat templates: where they come from, what they may use, and how they fail."""
 
 import json
+import re
 from datetime import datetime
+from itertools import islice
 
 import gguf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import nodes
 from tiny import BOS_ID, CHAT_TEMPLATE, SPECIAL_TOKENS, make_tiny_model
 
 from tinyvllm_cli.errors import ModelError, RequestError
-from tinyvllm_cli.text.chat_template import ChatTemplate, absent_character, load_chat_template
+from tinyvllm_cli.text import chat_template
+from tinyvllm_cli.text.chat_template import ChatTemplate, absent_characters, load_chat_template
 from tinyvllm_cli.types import Message
 
 NOW = datetime(2024, 7, 26)
@@ -49,7 +53,25 @@ def test_of_named_templates_the_default_is_taken(folder):
     write_config(folder, chat_template=named)
     assert source_of(folder) == "mine"
     write_config(folder, chat_template=named[:1])
-    with pytest.raises(ModelError, match=r"named default .*found tool_use"):
+    with pytest.raises(ModelError, match=r"tokenizer_config.json: .*named default .*found tool_use"):
+        load_chat_template(folder)
+
+
+@pytest.mark.parametrize("name", [None, ["default"], {"default": 1}, 7])
+def test_names_of_templates_may_be_anything(folder, name):
+    odd = {"name": name, "template": "odd"}
+    write_config(folder, chat_template=[odd, {"name": "default", "template": "mine"}])
+    assert source_of(folder) == "mine"
+    write_config(folder, chat_template=[odd, "default"])
+    with pytest.raises(ModelError, match="no chat template is named default"):
+        load_chat_template(folder)
+
+
+@pytest.mark.parametrize("break_it", [lambda path: path.symlink_to("nowhere"), lambda path: path.mkdir()])
+def test_a_template_file_that_cannot_be_read_is_no_absent_file(folder, break_it):
+    write_config(folder, chat_template="config")
+    break_it(folder / "chat_template.jinja")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja: cannot be read"):
         load_chat_template(folder)
 
 
@@ -57,6 +79,24 @@ def test_bos_may_be_an_object_and_is_undefined_where_there_is_none(folder):
     source = "{{ bos_token }}{% if eos_token is defined %}E{% endif %}"
     write_config(folder, chat_template=source, bos_token={"content": "<s>"}, eos_token=None)
     assert load_chat_template(folder).render(USER) == "<s>"
+
+
+NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+ALL_NAMES = "".join(f"{{{{ {name}_token }}}}" for name in NAMES)
+
+
+def test_every_special_token_that_a_folder_names_is_a_variable(folder):
+    write_config(folder, chat_template=ALL_NAMES, **{f"{name}_token": f"<{name}>" for name in NAMES})
+    assert load_chat_template(folder).render(USER) == "<bos><eos><unk><sep><pad><cls><mask>"
+
+
+def test_the_special_tokens_map_of_older_folders_wins(folder):
+    write_config(folder, chat_template=ALL_NAMES, bos_token="<s>", eos_token="</s>", pad_token=None)
+    older = {"eos_token": {"content": "<|end|>"}, "pad_token": "<pad>", "additional_special_tokens": ["<a>"]}
+    (folder / "special_tokens_map.json").write_text(json.dumps(older))
+    assert load_chat_template(folder).render(USER) == "<s><|end|><pad>"
+    write_config(folder, added_tokens_decoder={})
+    assert load_chat_template(folder).render(USER) == "<s></s>"
 
 
 @pytest.mark.parametrize("source", ["{{ bos_token }}" + CHAT_TEMPLATE, None])
@@ -78,6 +118,22 @@ def test_a_gguf_file_has_the_template_of_its_folder(tmp_path, source):
     assert (ours and ours.render(USER)) == (theirs and theirs.render(USER))
 
 
+def test_a_gguf_file_names_special_tokens_by_their_ids(tmp_path):
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"<{name}>" for name in NAMES])
+    for id, add in enumerate(["bos", "eos", "unk", "sep", "pad", None, "mask"]):
+        if add is not None:
+            getattr(writer, f"add_{add}_token_id")(id)
+    writer.add_uint32("tokenizer.ggml.cls_token_id", 99)
+    writer.add_chat_template(ALL_NAMES)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert load_chat_template(path).render(USER) == "<bos><eos><unk><sep><pad><mask>"
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -88,7 +144,7 @@ def test_a_gguf_file_has_the_template_of_its_folder(tmp_path, source):
         ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
         ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"),
         ("{{ bos_token }}{{ eos_token }}", "<s>"),
-        ("{{ add_generation_prompt }}{{ tools is none }}", "TrueTrue"),
+        ("{{ add_generation_prompt }}{{ tools is none }}{{ documents is none }}", "TrueTrueTrue"),
         ("{{ messages[0]['content'] | trim | upper }}", "HI"),
     ],
 )
@@ -137,6 +193,61 @@ def test_what_is_no_template_is_refused_at_once(source):
         ChatTemplate(source)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in b %}" * 25 + "{% endfor %}" * 25,
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{{ " + "not " * 5000 + "1 }}",
+        "{{ " + "7" * 5000 + " }}",
+    ],
+)
+def test_what_python_does_not_compile_is_no_template(folder, source):
+    write_config(folder, chat_template=source)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: the chat template is not valid Jinja: ") as found:
+        load_chat_template(folder)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_broken_template_is_named_by_its_file(folder, where):
+    if where == "chat_template.jinja":
+        (folder / where).write_text("{{ x")
+    else:
+        write_config(folder, chat_template="{{ x")
+    with pytest.raises(ModelError, match=f"^{re.escape(str(folder / where))}: the chat template is not valid"):
+        load_chat_template(folder)
+
+
+# ---------------------------------------------------------------- templates without end
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' * 2000 }}",
+        "{% for i in range(50) %}{{ messages[0].content * 25 }}{% endfor %}",
+        "{% for i in range(100000) %}{% for j in range(100000) %}a{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_prompt_without_end_is_the_lines_error(monkeypatch, source):
+    monkeypatch.setattr(chat_template, "MAX_CHARS", 1000)
+    template = ChatTemplate(source)
+    with pytest.raises(RequestError, match="writes more than 1000 characters") as found:
+        template.render(USER)
+    assert found.value.type == "template_error"
+
+
+@pytest.mark.parametrize("source", ["{{ f('b') }}", "{{ 'b' | center(9) }}", "{% if 'b' * 9 %}{% endif %}"])
+def test_nothing_is_computed_while_a_template_compiles(monkeypatch, source):
+    computed = []
+    for node in (nodes.Filter, nodes.Mul, nodes.Call):
+        as_const = node.as_const
+        monkeypatch.setattr(node, "as_const", lambda *args, f=as_const: computed.append(1) or f(*args))
+    ChatTemplate(source)
+    assert not computed
+
+
 # ---------------------------------------------------------------- a last message that is continued
 
 TRIMS = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
@@ -170,6 +281,14 @@ def test_a_message_that_the_template_changes_cannot_be_continued(source):
 
 
 @given(st.text())
-def test_an_absent_character_is_absent(text):
-    assert absent_character(text) not in text
-    assert absent_character("".join(map(chr, range(0xFDD0, 0xFDF0)))) == "\ufdf0"
+def test_absent_characters_are_absent_and_differ(text):
+    free = list(islice(absent_characters(text), 100))
+    assert len(set(free)) == 100
+    assert set(free).isdisjoint(text)
+
+
+def test_absent_characters_are_neither_letters_nor_space():
+    taken = "".join(map(chr, range(0xFDD0, 0xFDF0)))
+    free = "".join(islice(absent_characters(taken), 1000))
+    assert set(free).isdisjoint(taken)
+    assert (free.strip(), free.lower(), free.upper()) == (free, free, free)

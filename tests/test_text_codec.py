@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_vocab import CONTROL, byte_level, sentencepiece
 from tiny import BOS_ID, CHAT_TEMPLATE, PLAIN_ADDED, SPECIAL_TOKENS, TOKENIZER_SIZE, byte_ids, make_tiny_model
 from tiny_gguf import write_gguf_twin
 
 from tinyvllm_cli.errors import ModelError, RequestError
 from tinyvllm_cli.text.chat_template import ChatTemplate, load_chat_template
 from tinyvllm_cli.text.codec import TextCodec
-from tinyvllm_cli.text.gguf_tokenizer import build_tokenizer
 from tinyvllm_cli.text.tokenizer import load_tokenizer
 from tinyvllm_cli.types import Message, Request, SamplingParams
 
@@ -129,17 +127,6 @@ def test_control_words_in_contents_are_plain_text(codec, first, second):
     assert codec.tokenizer.decode(ids, skip_special=False) == rendered
 
 
-@given(st.text("♥<a>b", max_size=8))
-def test_control_words_of_one_character_and_inside_each_other(content):
-    metadata = byte_level(words=["<a>", "♥", "a>", "<a>b"], types=[CONTROL] * 4)
-    codec = TextCodec(
-        build_tokenizer(metadata, "file"), ChatTemplate("♥{% for m in messages %}{{ m.content }}{% endfor %}<a>b")
-    )
-    ids = codec.encode(chat(content))
-    assert codec.tokenizer.decode(ids) == content
-    assert [id for id in ids if codec.tokenizer.decode([id]) == ""] == codec.encode(chat("x"))[::2]
-
-
 @given(CONTENTS)
 def test_contents_without_control_words_take_the_plain_way(codec, content):
     for word in CONTROL_WORDS:
@@ -159,18 +146,6 @@ def test_added_words_that_are_no_control_words_stay_as_they_are(codec):
     think = SPECIAL_TOKENS.index("<think>")
     assert think in codec.encode(chat("<think>"))
     assert think in codec.encode(chat("<think></s>"))
-
-
-def test_sentencepiece_contents():
-    template = ChatTemplate(
-        "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}", variables={"bos_token": "<s>"}
-    )
-    codec = TextCodec(build_tokenizer(sentencepiece(), "file"), template)
-    ids = codec.encode(chat("the </s> License"))
-    assert [id for id in ids if id < 3] == [BOS_ID]
-    assert codec.tokenizer.decode(ids) == "[the </s> License]"
-    clean = codec.encode(chat("the License"))
-    assert ids[:4] == clean[:4]
 
 
 # ---------------------------------------------------------------- the assistant's last message
@@ -224,6 +199,36 @@ def test_ids_that_do_not_exist_are_refused_by_name(codec, id):
         assert refusal(codec, wrong) == ("invalid_token_id", field)
         with pytest.raises(RequestError, match=f"{field}.*{id}"):
             codec.encode(wrong)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The codec of a model with rows for 240 of the 264 ids of its tokenizer."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("small") / "model", vocab_size=240)
+    return TextCodec(load_tokenizer(folder), ChatTemplate(CHAT_TEMPLATE), vocab_size=240)
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("prompt", {"prompt": "語", "raw": True}),  # UTF-8 e8 aa 9e: its first byte is id 240
+        ("prompt", {"prompt": "語"}),
+        ("messages", {"messages": (Message("user", "語"),)}),
+        ("prompt_token_ids", {"prompt_token_ids": (5, 240)}),
+        ("stop_token_ids", {"prompt": "hi", "params": SamplingParams(stop_token_ids=(240,))}),
+        ("logit_bias", {"prompt": "hi", "params": SamplingParams(logit_bias=((240, 1.0),))}),
+    ],
+)
+def test_ids_that_the_model_has_no_row_for_are_refused(small, field, fields):
+    assert refusal(small, request(**fields)) == ("invalid_token_id", field)
+    with pytest.raises(RequestError, match=rf"^{field} has 240 \(the token 'è'\), and the model has no row"):
+        small.encode(request(**fields))
+
+
+def test_the_last_id_that_the_model_has_a_row_for_is_taken(small):
+    assert small.size == 240
+    assert small.encode(request(prompt_token_ids=(5, 239))) == [5, 239]
+    assert 238 in small.encode(request(prompt="日"))
 
 
 # ---------------------------------------------------------------- answers

@@ -1,7 +1,9 @@
 """Tokenizers built from GGUF metadata: the ids that the original tokenizers give."""
 
+import re
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from text_vocab import CONTROL, SENTENCEPIECE, UNKNOWN, UNUSED, USER_DEFINED, byte_level, sentencepiece
@@ -123,7 +125,6 @@ def test_added_words_are_their_own_text():
         (byte_level(words=["<s>"], types=[CONTROL], bos_token_id=257, add_bos_token=True), [257]),
         (byte_level("llama-bpe", words=["<s>"], types=[CONTROL], bos_token_id=257), [257]),
         (byte_level("llama-bpe", words=["<s>"], types=[CONTROL], bos_token_id=257, add_bos_token=False), []),
-        (byte_level(add_bos_token=True), []),
         (sentencepiece(), [1]),
         (sentencepiece(add_bos_token=False), []),
     ],
@@ -132,6 +133,22 @@ def test_bos_is_added_where_the_file_says_so_else_where_its_kind_does(metadata, 
     tokenizer = build_tokenizer(metadata, "file")
     assert tokenizer.encode("", add_bos=True) == first
     assert tokenizer.adds_bos is bool(first)
+
+
+def test_the_file_of_a_broken_vocabulary_is_named_with_its_folder(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(["a"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=f"^{re.escape(str(tmp_path / 'model.gguf'))}: tokenizer.ggml.model is 'bert'"):
+        load_tokenizer(tmp_path / "model.gguf")
+
+
+def test_a_bos_that_is_not_added_need_not_exist():
+    tokenizer = build_tokenizer(byte_level(add_bos_token=False, bos_token_id=2**32 - 1), "file")
+    assert (tokenizer.bos_token, tokenizer.adds_bos) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +166,21 @@ def test_bos_is_added_where_the_file_says_so_else_where_its_kind_does(metadata, 
         (byte_level(token_type="x"), "is str, wanted 257"),
         (sentencepiece(scores=None), "scores is NoneType"),
         (sentencepiece(scores=np.ones(5, dtype=np.float32)), r"shape \(5,\)"),
+        (sentencepiece(scores=np.full(len(SENTENCEPIECE["tokens"]), np.nan)), "scores has NaN for token 0"),
+        (byte_level(words=["x y"], types=[99]), "token_type has 99, wanted 0 to 6"),
+        (byte_level(words=["x y"], types=[-1]), "token_type has -1"),
+        (byte_level(tokens=["a"] * 257), "tokens has 'a' for 0 and 256"),
+        (byte_level(tokens=[""] * 257), "tokens has '' for 0 and 256"),
+        (byte_level(words=["hi"]), "tokens has 'hi' for 256 and 257"),
+        (byte_level(add_bos_token=True), "bos_token_id is None, wanted 0 to 256"),
+        (byte_level(add_bos_token=True, bos_token_id=257), "bos_token_id is 257, wanted 0 to 256"),
+        (byte_level(add_bos_token=True, bos_token_id=-1), "bos_token_id is -1"),
+        (byte_level(add_bos_token=True, bos_token_id="1"), "bos_token_id is '1'"),
+        (byte_level("llama-bpe", bos_token_id=257), "bos_token_id is 257"),
+        (sentencepiece(bos_token_id=2**32 - 1), "bos_token_id is 4294967295"),
+        (byte_level(add_bos_token="false"), "add_bos_token is 'false', wanted true or false"),
+        (byte_level(add_bos_token=1), "add_bos_token is 1"),
+        (sentencepiece(add_space_prefix="no"), "add_space_prefix is 'no'"),
     ],
 )
 def test_broken_metadata_is_refused_in_one_line(metadata, message):

@@ -1,14 +1,16 @@
 """Tokenizers of model folders: where BOS comes from, what is refused, and text that survives its way to ids."""
 
 import json
+import re
 import shutil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import BOS_ID, BYTE_OFFSET, SPECIAL_TOKENS, TOKENIZER_SIZE, byte_ids, make_tiny_model
+from tiny_gguf import write_gguf_twin
 from tokenizers import Tokenizer as CoreTokenizer
-from tokenizers import decoders, models
+from tokenizers import decoders, processors
 
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.text.tokenizer import load_tokenizer
@@ -48,14 +50,30 @@ def change(path, **keys):
     path.write_text(json.dumps({key: value for key, value in value.items() if value is not None}))
 
 
+def change_core(folder, change=lambda core: None, **parts):
+    """Rewrite tokenizer.json with a change, and with these parts."""
+    core = CoreTokenizer.from_file(str(folder / "tokenizer.json"))
+    change(core)
+    for name, part in parts.items():
+        setattr(core, name, part)
+    core.save(str(folder / "tokenizer.json"))
+
+
 @pytest.mark.parametrize("in_post_processor", [True, False])
 @pytest.mark.parametrize("in_config", [True, False, None])
-def test_bos_is_added_where_the_config_says_so_else_the_post_processor(
-    models_made, tmp_path, in_post_processor, in_config
-):
+def test_bos_is_added_where_the_post_processor_adds_it(models_made, tmp_path, in_post_processor, in_config):
     folder = copy(models_made[in_post_processor], tmp_path / "model", add_bos_token=in_config)
-    added = in_post_processor if in_config is None else in_config
-    assert load_tokenizer(folder).encode("hi", add_bos=True) == [BOS_ID] * added + byte_ids("hi")
+    assert load_tokenizer(folder).encode("hi", add_bos=True) == [BOS_ID] * in_post_processor + byte_ids("hi")
+
+
+@pytest.mark.parametrize("config", [{}, {"bos_token": None}, {"bos_token": "<pad>"}])
+@pytest.mark.parametrize(("single", "first"), [("$A </s>", []), ("<s> $A </s>", [BOS_ID]), ("$A", [])])
+def test_what_a_post_processor_puts_behind_a_text_is_no_bos(folder, single, first, config):
+    change(folder / "tokenizer_config.json", **config)
+    change_core(folder, post_processor=processors.TemplateProcessing(single, special_tokens=[("<s>", 1), ("</s>", 2)]))
+    found = load_tokenizer(folder)
+    assert found.encode("hi", add_bos=True) == [*first, *byte_ids("hi")]
+    assert found.adds_bos is bool(first)
 
 
 def test_bos_stands_once_and_only_where_asked(tokenizer):
@@ -77,21 +95,12 @@ def test_bos_without_a_config_is_what_the_post_processor_adds(folder):
     assert (found.bos_token_id, found.adds_bos, found.eos_token_id) == (BOS_ID, True, None)
 
 
-def test_a_config_that_adds_a_bos_it_does_not_have_is_refused(folder):
-    change(folder / "tokenizer_config.json", add_bos_token=True, bos_token="<nowhere>")
-    with pytest.raises(ModelError, match="<nowhere>"):
-        load_tokenizer(folder)
-
-
 def test_another_models_bos_is_plain_text(tokenizer):
     assert tokenizer.encode("<|begin_of_text|>", add_bos=True) == [BOS_ID, *byte_ids("<|begin_of_text|>")]
 
 
 def test_settings_of_training_do_not_cut_or_pad_a_prompt(folder):
-    core = CoreTokenizer.from_file(str(folder / "tokenizer.json"))
-    core.enable_truncation(4)
-    core.enable_padding(length=6)
-    core.save(str(folder / "tokenizer.json"))
+    change_core(folder, lambda core: (core.enable_truncation(4), core.enable_padding(length=6)))
     for text in ("a", "a long prompt"):
         assert load_tokenizer(folder).encode(text, add_bos=False) == byte_ids(text)
 
@@ -121,10 +130,16 @@ def refusals(folder):
     yield "cannot be read as a tokenizer", lambda: broken.write_bytes(b"\xff\x00")
     yield "tokenizer_config.json", lambda: (folder / "tokenizer_config.json").write_text("[1]")
     yield "tokenizer_config.json", lambda: (folder / "tokenizer_config.json").write_bytes(b"{")
-    yield "bos_token is 7", lambda: change(folder / "tokenizer_config.json", bos_token=7)
+    yield r"tokenizer_config\.json: bos_token is 7", lambda: change(folder / "tokenizer_config.json", bos_token=7)
+    yield r"tokenizer\.json: decoder .*WordPiece", lambda: change_core(folder, decoder=decoders.WordPiece())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = folder / name
+        yield rf"{re.escape(str(path))}: cannot be read", lambda path=path: (path.unlink(), path.mkdir())
+        yield rf"{re.escape(str(path))}: cannot be read", lambda path=path: (path.unlink(), path.symlink_to("nowhere"))
+    yield r"special_tokens_map\.json: cannot be read", (folder / "special_tokens_map.json").mkdir
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(12))
 def test_broken_folders_are_refused_in_one_line(folder, index):
     message, break_it = list(refusals(folder))[index]
     break_it()
@@ -133,17 +148,22 @@ def test_broken_folders_are_refused_in_one_line(folder, index):
     assert "\n" not in str(found.value)
 
 
+def test_numbers_that_only_python_writes_are_no_trouble(folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("{", '{"model_max_length": Infinity, "x": NaN, ', 1))
+    assert load_tokenizer(folder).bos_token == BOS
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model", "weights.bin"])
+def test_a_gguf_file_is_known_by_what_it_holds(models_made, tmp_path, name):
+    path = write_gguf_twin(models_made[True], tmp_path / name)
+    assert load_tokenizer(path).encode("hi", add_bos=True) == [BOS_ID, *byte_ids("hi")]
+    path.write_text("{}")
+    with pytest.raises(ModelError, match=f"^{re.escape(str(path))}: "):
+        load_tokenizer(path)
+
+
 def test_a_folder_with_a_sentencepiece_file_only_is_told_what_is_wanted(folder):
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     with pytest.raises(ModelError, match=r"tokenizer\.model only.*save_pretrained"):
-        load_tokenizer(folder)
-
-
-@pytest.mark.parametrize("decoder", [None, decoders.WordPiece()])
-def test_a_decoder_of_another_kind_is_refused(folder, decoder):
-    core = CoreTokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    if decoder is not None:
-        core.decoder = decoder
-    core.save(str(folder / "tokenizer.json"))
-    with pytest.raises(ModelError, match="is not supported"):
         load_tokenizer(folder)

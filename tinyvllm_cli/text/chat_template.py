@@ -3,38 +3,56 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli.errors import ModelError, RequestError
-from tinyvllm_cli.text.tokenizer import read_tokenizer_config, token_text
+from tinyvllm_cli.text.tokenizer import CONFIG_FILE, read_special_tokens, read_tokenizer_config
 from tinyvllm_cli.types import Message
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+TEMPLATE_FILE = "chat_template.jinja"
 RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools")
+MAX_CHARS = 2**26  # of a rendered prompt: far beyond any context, well below a machine's memory
 
 
 class ChatTemplate:
     """One compiled template.
 
-    source: its text; variables: bos_token and eos_token, where the model has them; now: the date that strftime_now
-    shows, the same for every prompt of a run. Raises ModelError where the source is not a template.
+    source: its text; variables: bos_token and the like, where the model has them; now: the date that strftime_now
+    shows, the same for every prompt of a run; name: the template's, for messages. constants: the strings that stand in
+    its expressions. Raises ModelError where the source is not a template.
     """
 
-    def __init__(self, source: str, *, variables: Mapping[str, str] | None = None, now: datetime | None = None) -> None:
-        from jinja2 import TemplateSyntaxError
+    def __init__(
+        self,
+        source: str,
+        *,
+        variables: Mapping[str, str] | None = None,
+        now: datetime | None = None,
+        name: str = "the chat template",
+    ) -> None:
+        from jinja2 import TemplateSyntaxError, nodes
 
         self.source = source
         self.now = datetime.now() if now is None else now
         self._variables = dict(variables or {})
+        environment = _environment(self.now)
         try:
-            self._template = _environment(self.now).from_string(source)
+            tree = environment.parse(source)
+            self.constants = frozenset(c.value for c in tree.find_all(nodes.Const) if isinstance(c.value, str))
+            self._template = environment.from_string(tree)
         except TemplateSyntaxError as error:
-            raise ModelError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+            raise ModelError(f"{name} is not valid Jinja: line {error.lineno}: {error.message}") from error
+        except Exception as error:  # what Python does not compile: too deep, too many digits
+            raise ModelError(f"{name} is not valid Jinja: {type(error).__name__}: {_one_line(error)}") from error
 
     def render(
         self,
@@ -62,7 +80,7 @@ class ChatTemplate:
         template strips contents: then the space that the content itself ends with goes as well.
         """
         content = turns[-1]["content"]
-        mark = absent_character(self.source + "".join(turn["content"] for turn in turns))
+        mark = next(absent_characters(self.source + "".join(turn["content"] for turn in turns)))
         turns[-1]["content"] = content + mark + " "
         before, found, after = self._run(turns, kwargs, add_generation_prompt=False).rpartition(mark)
         if not after.startswith(" "):
@@ -75,16 +93,20 @@ class ChatTemplate:
     def _run(
         self, turns: list[dict[str, str]], kwargs: Mapping[str, Any] | None, *, add_generation_prompt: bool
     ) -> str:
-        variables = self._variables | dict(kwargs or {})
+        given = {"messages": turns, "tools": None, "add_generation_prompt": add_generation_prompt}
+        text = StringIO()
         try:
-            return self._template.render(
-                variables | {"messages": turns, "tools": None, "add_generation_prompt": add_generation_prompt}
-            )
+            for part in self._template.generate({"documents": None, **self._variables, **(kwargs or {}), **given}):
+                text.write(part)
+                if text.tell() > MAX_CHARS:
+                    message = f"the chat template writes more than {MAX_CHARS} characters"
+                    raise RequestError("template_error", message)
         except RequestError:  # the template's own refusal
             raise
         except Exception as error:  # a template is a program: it can fail in any way
             message = f"the chat template fails: {type(error).__name__}: {_one_line(error)}"
             raise RequestError("template_error", message) from error
+        return text.getvalue()
 
 
 def load_chat_template(path: Path, *, now: datetime | None = None) -> ChatTemplate | None:
@@ -94,48 +116,52 @@ def load_chat_template(path: Path, *, now: datetime | None = None) -> ChatTempla
     """
     if path.is_dir():
         config = read_tokenizer_config(path)
-        names = {name: token_text(config, name) for name in ("bos_token", "eos_token")}
-        source = _folder_source(path, config)
+        variables = read_special_tokens(path, config)
+        found = _folder_source(path, config)
     else:
         from tinyvllm_cli.model.weights.gguf import read_gguf
-        from tinyvllm_cli.text.gguf_tokenizer import named_token
+        from tinyvllm_cli.text.gguf_tokenizer import special_tokens
 
         metadata = read_gguf(path).metadata
-        names = {"bos_token": named_token(metadata, "bos"), "eos_token": named_token(metadata, "eos")}
-        source = metadata.get("tokenizer.chat_template")
+        variables = special_tokens(metadata)
+        found = path, metadata.get("tokenizer.chat_template")
+    file, source = found
     if source is None:
         return None
     if not isinstance(source, str):
-        raise ModelError(f"{path}: the chat template is a {type(source).__name__}, wanted text")
-    # A name without value stays undefined: None would be printed as a word.
-    return ChatTemplate(source, variables={name: text for name, text in names.items() if text is not None}, now=now)
+        raise ModelError(f"{file}: the chat template is a {type(source).__name__}, wanted text")
+    return ChatTemplate(source, variables=variables, now=now, name=f"{file}: the chat template")
 
 
-def absent_character(text: str) -> str:
-    """A character that the text does not contain: the first noncharacter (U+FDD0 and on) that is free."""
-    return next(char for char in map(chr, range(0xFDD0, 0x110000)) if char not in text)
+def absent_characters(text: str) -> Iterator[str]:
+    """Characters that the text does not contain, of those that no script uses: none is a letter or white space."""
+    taken = set(text)
+    unused = chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0x110000))  # noncharacters, then private use
+    return (char for char in map(chr, unused) if char not in taken)
 
 
-def _folder_source(folder: Path, config: Mapping[str, Any]) -> Any:
-    try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / 'chat_template.jinja'}: cannot be read ({error})") from error
-    source = config.get("chat_template")
+def _folder_source(folder: Path, config: Mapping[str, Any]) -> tuple[Path, Any]:
+    """The file that holds the template, and the template: None where there is none."""
+    file = folder / TEMPLATE_FILE
+    if os.path.lexists(file):  # a link that leads nowhere is no absent file
+        try:
+            return file, file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file}: cannot be read ({error})") from error
+    file, source = folder / CONFIG_FILE, config.get("chat_template")
     if not isinstance(source, list):
-        return source
-    named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-    if "default" not in named:
-        found = ", ".join(map(str, named)) or "none"
-        raise ModelError(f"{folder}: no chat template is named default in tokenizer_config.json (found {found})")
-    return named["default"]
+        return file, source
+    named = [(entry.get("name"), entry.get("template")) for entry in source if isinstance(entry, dict)]
+    for name, template in named:
+        if name == "default":
+            return file, template
+    found = ", ".join(str(name) for name, _ in named) or "none"
+    raise ModelError(f"{file}: no chat template is named default (found {found})")
 
 
 def _environment(now: datetime) -> Environment:
     """Jinja as chat templates expect it; the sandbox, for a template is somebody else's program."""
-    from jinja2 import nodes
+    from jinja2 import nodes, pass_context
     from jinja2.ext import Extension
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -156,8 +182,18 @@ def _environment(now: datetime) -> Environment:
         # Jinja's own filter escapes HTML, which a prompt is not.
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
+    @pass_context
+    def as_it_is(_context: object, value: object) -> object:
+        return value
+
+    # Nothing is computed while the template compiles, where no bound holds: a constant can be as long as 'a' * 10**9.
+    # Jinja folds the constants of an output even without its optimizer, unless finalize asks for the context.
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, "jinja2.ext.loopcontrols"],
+        optimized=False,
+        finalize=as_it_is,
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception

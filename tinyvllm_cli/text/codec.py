@@ -20,21 +20,24 @@ class TextCodec:
     """Turns requests into prompt ids, and generated ids into text.
 
     template: None where the model has none. system: what a templated prompt or conversation without a system turn
-    starts with; ModelError where there is no template to put it in.
+    starts with; ModelError where there is no template to put it in. vocab_size: ids that the model knows, where they
+    may be fewer than the tokenizer's (a pad token that was added without a row of the embedding).
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, system: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        system: str | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
         if system is not None and template is None:
             raise ModelError("a system message needs a chat template, and the model has none")
         self.tokenizer = tokenizer
         self.template = template
+        self.size = tokenizer.size if vocab_size is None else min(tokenizer.size, vocab_size)  # ids below it exist
         self._system = None if system is None else Message("system", system)
-        self._control_words = ControlWords(tokenizer)
-
-    @property
-    def size(self) -> int:
-        """Ids below it exist."""
-        return self.tokenizer.size
+        self._control_words = None if template is None else ControlWords(tokenizer, template)
 
     def describe_prompts(self) -> str:
         """How a plain prompt is given to the model."""
@@ -56,6 +59,7 @@ class TextCodec:
         ids = self._encode_prompt(request)
         if not ids:
             raise RequestError("empty_prompt", "the prompt has no tokens", _prompt_field(request))
+        self._check_ids(_prompt_field(request), ids)
         return ids
 
     def answer(self, request: Request, prompt_ids: Sequence[int]) -> Answer:
@@ -68,7 +72,6 @@ class TextCodec:
 
     def _encode_prompt(self, request: Request) -> list[int]:
         if request.prompt_token_ids is not None:
-            self._check_ids("prompt_token_ids", request.prompt_token_ids)
             return list(request.prompt_token_ids)
         if request.messages is not None:
             return self._encode_messages(request, request.messages)
@@ -80,23 +83,26 @@ class TextCodec:
     def _encode_messages(self, request: Request, messages: Sequence[Message]) -> list[int]:
         if not messages:
             raise RequestError("empty_prompt", "messages is empty, wanted at least one message", "messages")
-        if self.template is None:
+        if self._control_words is None:
             message = "messages need a chat template and the model has none: give a prompt, or take a chat model"
             raise RequestError("template_error", message, "messages")
         _check_last(messages, request.continue_final_message)
         if self._system is not None and all(message.role != "system" for message in messages):
             messages = (self._system, *messages)
-        messages, mark = self._control_words.mark(messages, self.template)
-        rendered = self.template.render(
+        return self._control_words.encode(
             messages, continue_final_message=request.continue_final_message, kwargs=request.chat_template_kwargs
         )
-        return self._control_words.encode(rendered, mark)
 
     def _check_ids(self, field: str, ids: Iterable[int]) -> None:
         for id in ids:
-            if not 0 <= id < self.size:
-                message = f"{field} has {id}, wanted ids from 0 to {self.size - 1}"
-                raise RequestError("invalid_token_id", message, field)
+            if 0 <= id < self.size:
+                continue
+            message = f"{field} has {id}, wanted ids from 0 to {self.size - 1}"
+            if self.size <= id < self.tokenizer.size:
+                token = self.tokenizer.core.id_to_token(id)
+                message = f"{field} has {id} (the token {token!r}), and the model has no row for this id: its ids end"
+                message += f" at {self.size - 1}"
+            raise RequestError("invalid_token_id", message, field)
 
 
 class Answer:

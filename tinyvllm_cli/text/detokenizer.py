@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tinyvllm_cli.errors import ModelError
 
 if TYPE_CHECKING:
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as CoreTokenizer
 
 SPACE_MARK = "▁"  # U+2581: how SentencePiece writes a space
@@ -33,18 +34,20 @@ class TokenBytes:
     given, and turns a whole run of byte tokens into U+FFFD when only its end is cut.
     """
 
-    def __init__(self, core: CoreTokenizer) -> None:
-        """ModelError for a decoder that is neither byte-level nor SentencePiece's."""
+    def __init__(self, core: CoreTokenizer, name: str) -> None:
+        """name: the tokenizer's, for the ModelError of a decoder that is neither byte-level nor SentencePiece's."""
         stages = _decoder_stages(core)
         types = {stage["type"] for stage in stages}
-        if not types & {"ByteLevel", "Metaspace", "ByteFallback", "Replace"}:
-            found = "+".join(sorted(types)) or "none"
-            raise ModelError(f"tokenizer: decoder {found} is not supported (wanted ByteLevel, or SentencePiece's)")
+        if not types & {"ByteLevel", "Metaspace", "ByteFallback", "Replace"} or not all(map(_is_known, stages)):
+            found = "+".join(json.dumps(stage, ensure_ascii=False) for stage in stages) or "none"
+            raise ModelError(f"{name}: decoder {found} is not supported (wanted ByteLevel, or SentencePiece's)")
         added = core.get_added_tokens_decoder()
         self._core = core
-        self._literal = {id: token.content for id, token in added.items()}
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._alphabet = _byte_alphabet() if "ByteLevel" in types else None
+        self._has_byte_pieces = "ByteFallback" in types
+        self._space_marks = [mark for stage in stages if (mark := _space_mark(stage)) is not None]
+        self._literal = {id: self._added_text(token) for id, token in added.items()}
         self._cache: dict[int, bytes] = {}
         self.drops_first_space = any(_drops_first_space(stage) for stage in stages)
 
@@ -66,9 +69,23 @@ class TokenBytes:
         if self._alphabet is not None:
             # A piece outside the alphabet is plain text, as `tokenizers` has it.
             return bytes(map(self._alphabet.__getitem__, piece)) if self._is_byte_level(piece) else piece.encode()
-        if byte := _BYTE_PIECE.fullmatch(piece):
+        if self._has_byte_pieces and (byte := _BYTE_PIECE.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
-        return piece.replace(SPACE_MARK, " ").encode()
+        return self._with_spaces(piece).encode()
+
+    def _added_text(self, token: AddedToken) -> str:
+        """What an added token stands for: its content, or the normalized content where it is looked for as such.
+
+        The normalizer of SentencePiece puts a space before it, and so it takes the space of the text before it.
+        """
+        if not token.normalized or self._core.normalizer is None:
+            return token.content
+        return self._with_spaces(self._core.normalizer.normalize_str(token.content))
+
+    def _with_spaces(self, piece: str) -> str:
+        for mark in self._space_marks:
+            piece = piece.replace(mark, " ")
+        return piece
 
     def _is_byte_level(self, piece: str) -> bool:
         return self._alphabet is not None and all(char in self._alphabet for char in piece)
@@ -80,6 +97,23 @@ def _decoder_stages(core: CoreTokenizer) -> list[dict[str, Any]]:
         return []
     state: dict[str, Any] = json.loads(core.decoder.__getstate__())
     return list(state["decoders"]) if state["type"] == "Sequence" else [state]
+
+
+def _is_known(stage: dict[str, Any]) -> bool:
+    """Whether a decoder stage does what is done here, and no more."""
+    if stage["type"] == "Replace":
+        return _space_mark(stage) is not None
+    if stage["type"] == "Strip":
+        return bool(stage["content"] == " " and stage["start"] <= 1 and stage["stop"] == 0)
+    return stage["type"] in {"ByteLevel", "Metaspace", "ByteFallback", "Fuse"}
+
+
+def _space_mark(stage: dict[str, Any]) -> str | None:
+    """The character that this stage turns into a space."""
+    if stage["type"] == "Metaspace":
+        return str(stage["replacement"])
+    pattern = stage.get("pattern", {}).get("String")
+    return pattern if stage["type"] == "Replace" and stage["content"] == " " and len(pattern or "") == 1 else None
 
 
 def _drops_first_space(stage: dict[str, Any]) -> bool:

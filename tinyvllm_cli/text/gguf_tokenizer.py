@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,19 @@ from tinyvllm_cli.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as CoreTokenizer
 
-# Values of tokenizer.ggml.token_type (the GGUF specification; 5 is UNUSED: padding of the vocabulary)
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+# Values of tokenizer.ggml.token_type (the GGUF specification, and 0 of llama.cpp; UNUSED: padding of the vocabulary)
+UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
+
+# What chat templates call the tokens that tokenizer.ggml.*_token_id names (one of them misspelt in the specification).
+SPECIAL_KEYS = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",
+    "pad_token": "padding",
+    "cls_token": "cls",
+    "mask_token": "mask",
+}
 
 # The split patterns are those of the models' own tokenizer.json files.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -78,18 +89,35 @@ def build_tokenizer(metadata: Mapping[str, Any], name: str) -> Tokenizer:
         wanted = "'gpt2' (byte-level BPE) or 'llama' (SentencePiece)"
         raise ModelError(f"{name}: tokenizer.ggml.model is {kind!r}, wanted {wanted}")
     _add_words(core, vocab)
-    bos, eos = named_token(metadata, "bos"), named_token(metadata, "eos")
-    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)) and bos is not None
-    return Tokenizer(core, bos_token=bos, eos_token=eos, adds_bos=adds_bos, size=len(vocab.tokens))
+    names = special_tokens(metadata)
+    bos = names.get("bos_token")
+    adds_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", adds_bos, name)
+    if adds_bos and bos is None and metadata.keys() & {"tokenizer.ggml.add_bos_token", "tokenizer.ggml.bos_token_id"}:
+        id, last = metadata.get("tokenizer.ggml.bos_token_id"), len(vocab.tokens) - 1
+        raise ModelError(f"{name}: texts start with BOS, but tokenizer.ggml.bos_token_id is {id!r}, wanted 0 to {last}")
+    return Tokenizer(
+        core,
+        bos_token=bos,
+        eos_token=names.get("eos_token"),
+        adds_bos=adds_bos and bos is not None,
+        size=len(vocab.tokens),
+        name=name,
+    )
 
 
-def named_token(metadata: Mapping[str, Any], key: Literal["bos", "eos", "unknown"]) -> str | None:
-    """The text of the token that a file names so; SentencePiece has customary ids for files that name none."""
-    customary = {"bos": 1, "eos": 2, "unknown": 0}[key] if metadata.get("tokenizer.ggml.model") == "llama" else None
-    id, tokens = metadata.get(f"tokenizer.ggml.{key}_token_id", customary), metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(id, int) or not isinstance(tokens, list) or not 0 <= id < len(tokens):
-        return None
-    return str(tokens[id])
+def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of bos_token, eos_token and the like that a file names by their ids.
+
+    An id that no token has names none; SentencePiece has customary ids for files that give none.
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    customary = {"unknown": 0, "bos": 1, "eos": 2} if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    texts = {}
+    for variable, key in SPECIAL_KEYS.items():
+        id = metadata.get(f"tokenizer.ggml.{key}_token_id", customary.get(key))
+        if isinstance(tokens, list) and type(id) is int and 0 <= id < len(tokens):
+            texts[variable] = str(tokens[id])
+    return texts
 
 
 @dataclass(frozen=True)
@@ -108,10 +136,17 @@ def _read_vocab(metadata: Mapping[str, Any], name: str) -> _Vocab:
     types = [NORMAL] * len(tokens)
     if "tokenizer.ggml.token_type" in metadata:
         types = _numbers(metadata, "tokenizer.ggml.token_type", len(tokens), name).tolist()
+        if strange := set(types) - set(range(7)):
+            raise ModelError(f"{name}: tokenizer.ggml.token_type has {min(strange)}, wanted 0 to {BYTE}")
     size = len(tokens)
     while size > 1 and types[size - 1] == UNUSED:  # rows that pad the embedding are no tokens
         size -= 1
-    return _Vocab(tokens[:size], types[:size])
+    vocab = _Vocab(tokens[:size], types[:size])
+    last = vocab.ids()
+    for id, token in enumerate(vocab.tokens):
+        if last[token] != id:
+            raise ModelError(f"{name}: tokenizer.ggml.tokens has {token!r} for {id} and {last[token]}, wanted it once")
+    return vocab
 
 
 def _strings(metadata: Mapping[str, Any], key: str, name: str) -> list[str]:
@@ -126,6 +161,13 @@ def _numbers(metadata: Mapping[str, Any], key: str, count: int, name: str) -> np
     if not isinstance(value, np.ndarray) or value.shape != (count,):
         found = f"shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
         raise ModelError(f"{name}: {key} is {found}, wanted {count} numbers, one for each token")
+    return value
+
+
+def _flag(metadata: Mapping[str, Any], key: str, default: bool, name: str) -> bool:
+    value = metadata.get(key, default)
+    if not isinstance(value, bool):
+        raise ModelError(f"{name}: {key} is {value!r}, wanted true or false")
     return value
 
 
@@ -163,10 +205,12 @@ def _sentencepiece(vocab: _Vocab, metadata: Mapping[str, Any], name: str) -> Cor
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(metadata["tokenizer.ggml.tokens"]), name)
+    if np.isnan(scores).any():
+        raise ModelError(f"{name}: tokenizer.ggml.scores has NaN for token {np.isnan(scores).argmax()}, wanted numbers")
     model = models.BPE(
         vocab.ids(),
         list(_merges_of_scores(vocab, scores.tolist())),
-        unk_token=named_token(metadata, "unknown"),
+        unk_token=special_tokens(metadata).get("unk_token"),
         fuse_unk=True,
         byte_fallback=BYTE in vocab.types,
     )
@@ -174,7 +218,7 @@ def _sentencepiece(vocab: _Vocab, metadata: Mapping[str, Any], name: str) -> Cor
     spaces = normalizers.Replace(" ", SPACE_MARK)
     strip = []
     core.normalizer = spaces
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if _flag(metadata, "tokenizer.ggml.add_space_prefix", True, name):
         core.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), spaces])
         strip = [decoders.Strip(" ", 1, 0)]
     parts = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]

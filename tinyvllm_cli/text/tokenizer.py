@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli.errors import ModelError
-from tinyvllm_cli.model.json_file import read_json
+from tinyvllm_cli.model.json_file import read_optional_json
 from tinyvllm_cli.text.detokenizer import TokenBytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as CoreTokenizer
 
+TOKENIZER_FILE, CONFIG_FILE, MAP_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
 
 class Tokenizer:
     """A `tokenizers` tokenizer with what an engine needs to know of it.
 
-    size: ids below it exist. bos_token, eos_token and their ids are None where the model names none.
+    size: ids below it exist. bos_token, eos_token and their ids are None where the model names none. name: the file's,
+    for messages. Raises ModelError where the decoder is not supported.
     """
 
     def __init__(
@@ -28,6 +33,7 @@ class Tokenizer:
         eos_token: str | None = None,
         adds_bos: bool = False,
         size: int | None = None,
+        name: str = "tokenizer",
     ) -> None:
         self.core = core
         self.bos_token = bos_token
@@ -36,7 +42,7 @@ class Tokenizer:
         self.eos_token_id = None if eos_token is None else core.token_to_id(eos_token)
         self.adds_bos = adds_bos
         self.size = max(core.get_vocab().values(), default=-1) + 1 if size is None else size
-        self.token_bytes = TokenBytes(core)
+        self.token_bytes = TokenBytes(core, name)
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """The ids of a text; control words in it become control ids.
@@ -73,57 +79,66 @@ def load_tokenizer(path: Path) -> Tokenizer:
     from tinyvllm_cli.model.weights.gguf import read_gguf
     from tinyvllm_cli.text.gguf_tokenizer import build_tokenizer
 
-    return build_tokenizer(read_gguf(path).metadata, path.name)
+    return build_tokenizer(read_gguf(path).metadata, str(path))
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; empty where the folder has none. Raises ModelError where it is no JSON object."""
-    path = folder / "tokenizer_config.json"
-    return read_json(path, dict[str, Any]) if path.is_file() else {}
+    return read_optional_json(folder / CONFIG_FILE, dict[str, Any]) or {}
 
 
-def token_text(config: dict[str, Any], name: str) -> str | None:
-    """The text of bos_token or eos_token, which a config gives as a string or as an object with `content`."""
-    value = config.get(name)
-    if isinstance(value, dict):
-        value = value.get("content")
-    if value is not None and not isinstance(value, str):
-        raise ModelError(f"tokenizer_config.json: {name} is {value!r}, wanted a string or an object with content")
-    return value
+def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of bos_token, eos_token and the like that a folder names; config: its tokenizer_config.json.
+
+    Folders from before `added_tokens_decoder` have them in special_tokens_map.json, which then wins (transformers).
+    """
+    file, values = folder / CONFIG_FILE, config
+    if "added_tokens_decoder" not in config and (older := read_optional_json(folder / MAP_FILE, dict[str, Any])):
+        file, values = folder / MAP_FILE, {**config, **older}
+    texts = {}
+    for name in SPECIAL_TOKENS:
+        value = values.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            texts[name] = text
+        elif value is not None:
+            raise ModelError(f"{file}: {name} is {value!r}, wanted a string or an object with content")
+    return texts
 
 
 def _load_folder(folder: Path) -> Tokenizer:
-    config = read_tokenizer_config(folder)
+    names = read_special_tokens(folder, read_tokenizer_config(folder))
     core = _read_core(folder)
-    bos = token_text(config, "bos_token")
-    adds_bos = config.get("add_bos_token")
-    if not isinstance(adds_bos, bool):
-        # No word in the config: what the post-processor puts first decides.
-        first = core.encode("").ids[:1]
-        if first and bos is None:
-            bos = core.id_to_token(first[0])
-        adds_bos = bool(first) and bos is not None and first == [core.token_to_id(bos)]
-    if adds_bos and (bos is None or core.token_to_id(bos) is None):
-        raise ModelError(f"{folder}: add_bos_token is true, but bos_token is {bos!r}, which is not in the vocabulary")
-    return Tokenizer(core, bos_token=bos, eos_token=token_text(config, "eos_token"), adds_bos=adds_bos)
+    # The post-processor alone decides whether BOS is added: where there is a tokenizer.json, transformers (5.24, every
+    # class of tokenizer) throws add_bos_token of tokenizer_config.json away.
+    first = _added_before(core)
+    bos = names.get("bos_token") if first is None else first
+    file = str(folder / TOKENIZER_FILE)
+    return Tokenizer(core, bos_token=bos, eos_token=names.get("eos_token"), adds_bos=first is not None, name=file)
+
+
+def _added_before(core: CoreTokenizer) -> str | None:
+    """The token that the post-processor puts before a text; None: it puts nothing there."""
+    encoding = core.encode("a")  # of an empty text one could not tell what stands before it from what stands after
+    return core.id_to_token(encoding.ids[0]) if encoding.special_tokens_mask[:1] == [1] else None
 
 
 def _read_core(folder: Path) -> CoreTokenizer:
     from tokenizers import Tokenizer as Core
 
-    path = folder / "tokenizer.json"
-    try:
-        core = Core.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception for whatever is wrong
-        if path.is_file():
-            raise ModelError(f"{path}: cannot be read as a tokenizer ({error})") from error
+    path = folder / TOKENIZER_FILE
+    if not os.path.lexists(path):
         hint = ""
         if (folder / "tokenizer.model").is_file():
             hint = (
                 "; found tokenizer.model only: save a tokenizer.json beside it with"
                 " transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
-        raise ModelError(f"{folder}: no tokenizer.json{hint}") from error
+        raise ModelError(f"{folder}: no tokenizer.json{hint}")
+    try:
+        core = Core.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises bare Exception for whatever is wrong
+        raise ModelError(f"{path}: cannot be read as a tokenizer ({error})") from error
     # A file may carry settings of its training: cutting or padding a prompt would lose or add text in silence.
     core.no_truncation()
     core.no_padding()
