@@ -25,6 +25,11 @@ def run_apart(*args: str | Path, stdin: bytes = b"") -> subprocess.CompletedProc
     return subprocess.run([*TINYVLLM, *map(str, args)], input=stdin, capture_output=True, timeout=60, check=False)
 
 
+def write_lines(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 def read_answers(data: Path | bytes) -> list[dict[str, Any]]:
     """Output lines, as strict JSON: no NaN, no Infinity, no key twice, nothing after the last line end."""
     text = data if isinstance(data, bytes) else data.read_bytes()

@@ -4,8 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
+from tinyvllm_cli.config import DEFAULT_MODEL
+
+settings.register_profile("patient", deadline=None)  # how long an example takes says more of the machine than of us
+settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

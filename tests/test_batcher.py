@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from fake_backend import limits, request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyvllm_cli.engine.batcher import Batcher, Plan
@@ -54,7 +54,6 @@ sizes = st.builds(
 shapes = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(sizes, shapes, st.integers(1, 4))
 def test_decoding_rows_come_first_then_prompts_in_order_fill_the_budget(lim, shapes, ahead):
     batcher = Batcher(lim)
@@ -82,7 +81,6 @@ def test_decoding_rows_come_first_then_prompts_in_order_fill_the_budget(lim, sha
             batcher.check()
 
 
-@settings(deadline=None)
 @given(sizes, shapes, st.integers(1, 4))
 def test_every_token_is_computed_once_and_only_last_rows_are_sampled(lim, shapes, ahead):
     batcher = Batcher(lim)

@@ -1,7 +1,7 @@
 """Laws of the block allocator: every block has one owner, and a consecutive run is taken where there is one."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyvllm_cli.engine.blocks import BlockAllocator
@@ -12,7 +12,6 @@ def runs_that_hold(free: list[int], n: int) -> list[int]:
     return [b for b in free if set(range(b, b + n)) <= set(free)]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.data())
 def test_every_block_is_free_or_handed_out_once(num_blocks: int, data: st.DataObject):
     allocator = BlockAllocator(num_blocks)

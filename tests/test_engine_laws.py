@@ -103,7 +103,7 @@ def any_arrivals(draw: st.DrawFn, aborts: bool = True) -> list[Arrival]:
     return arrivals
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(any_arrivals(), any_limits)
 def test_every_request_gets_what_it_gets_alone(arrivals: list[Arrival], lim: Limits):
     events, backend, engine = run(arrivals, lim)
@@ -128,7 +128,6 @@ def test_every_request_gets_what_it_gets_alone(arrivals: list[Arrival], lim: Lim
     assert engine.stats.steps == len(backend.steps)
 
 
-@settings(deadline=None)
 @given(any_arrivals(aborts=False), any_limits)
 def test_slots_are_given_in_the_order_of_arrival(arrivals: list[Arrival], lim: Limits):
     _, backend, _ = run(arrivals, lim)
@@ -138,7 +137,6 @@ def test_slots_are_given_in_the_order_of_arrival(arrivals: list[Arrival], lim: L
     assert backend.bound == wanted
 
 
-@settings(deadline=None)
 @given(any_arrivals(aborts=False), any_limits)
 def test_steps_ahead_change_no_answer(arrivals: list[Arrival], lim: Limits):
     def answers(max_in_flight: int) -> list[tuple[int, object, object]]:
@@ -148,7 +146,6 @@ def test_steps_ahead_change_no_answer(arrivals: list[Arrival], lim: Limits):
     assert answers(1) == answers(2) == answers(4)
 
 
-@settings(deadline=None)
 @given(any_arrivals(aborts=False), any_limits)
 def test_without_steps_ahead_nothing_is_drawn_in_vain(arrivals: list[Arrival], lim: Limits):
     events, backend, engine = run(arrivals, replace(lim, max_in_flight=1))

@@ -41,7 +41,7 @@ ENTRY = st.one_of([st.tuples(st.just(type), values) for type, values in SCALARS.
 @given(
     entries=st.lists(ENTRY, max_size=8), strings=st.lists(st.text(), min_size=1), floats=st.lists(st.floats(width=32))
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_metadata_comes_back_as_it_was_written(tmp_path_factory, entries, strings, floats):
     path = tmp_path_factory.mktemp("gguf") / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
@@ -108,7 +108,7 @@ def assert_whole_or_refused(path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_header_with_flipped_bits_is_refused_or_read(tmp_path_factory, model_bytes: bytes, data: st.DataObject):
     folder = tmp_path_factory.getbasetemp()
     end = header_length(model_bytes, folder)
@@ -119,7 +119,7 @@ def test_a_header_with_flipped_bits_is_refused_or_read(tmp_path_factory, model_b
 
 
 @given(fraction=st.floats(0, 1, exclude_max=True))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_file_that_is_cut_short_is_refused(tmp_path_factory, model_bytes: bytes, fraction: float):
     path = tmp_path_factory.getbasetemp() / "cut.gguf"
     path.write_bytes(model_bytes[: int(fraction * len(model_bytes))])
@@ -144,7 +144,7 @@ def test_a_header_that_is_cut_short_anywhere_is_refused(tmp_path: Path):
 
 
 @given(count=st.integers(2**20, 2**64 - 1), place=st.sampled_from([8, 16]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_absurd_counts_are_refused_at_once(tmp_path_factory, model_bytes: bytes, count: int, place: int):
     path = tmp_path_factory.getbasetemp() / "count.gguf"
     path.write_bytes(model_bytes[:place] + count.to_bytes(8, "little") + model_bytes[place + 8 :])

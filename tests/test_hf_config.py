@@ -173,7 +173,7 @@ JSON = st.recursive(
 
 
 @given(key=st.sampled_from([*HFConfig.__struct_fields__, "architectures"]), value=JSON)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_value_of_any_key_is_read_or_refused(tmp_path_factory, key: str, value: Any):
     try:
         config = read(tmp_path_factory.getbasetemp(), **{key: value})

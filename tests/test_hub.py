@@ -122,7 +122,7 @@ def test_a_model_that_is_not_here_is_not_fetched_unasked(here, monkeypatch):
 
 
 @given(name=st.one_of(st.text(max_size=30), st.text("~./\\-_:aG\0\n é", max_size=12), st.text("a/", min_size=300)))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 def test_whatever_the_name_the_error_is_one_line(here, monkeypatch, name):
     monkeypatch.setattr(hub_repo, "find_cached", lambda *args, **options: None)
     with pytest.raises(ModelError) as raised:

@@ -6,14 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import strict_json
 
 from tinyvllm_cli.errors import UsageError
-from tinyvllm_cli.io.record import MAX_TRACEBACKS, RunRecord, check_record_path
+from tinyvllm_cli.io.record import MAX_BYTES, MAX_TRACEBACKS, RunRecord, check_record_path
 
 
 def make_record(path: Path | None, **options: Any) -> tuple[RunRecord, list[str]]:
     said: list[str] = []
     return RunRecord(path, {"pid": 5}, warn=said.append, **options), said
+
+
+def full_disk(room: int, never_full: Path | None = None) -> Any:
+    """Path.write_bytes where there is room for so many bytes of a new file."""
+    write_bytes = Path.write_bytes
+
+    def write(self: Path, data: bytes) -> int:
+        if self == never_full:
+            return write_bytes(self, data)
+        write_bytes(self, data[:room])
+        raise OSError(28, "No space left on device")
+
+    return write
 
 
 def test_it_holds_the_facts_and_the_latest_state(tmp_path: Path):
@@ -36,11 +50,21 @@ def test_it_is_due_now_and_then(tmp_path: Path):
     assert not seldom.due() and often.due()
 
 
-def test_what_goes_wrong_is_said_once(tmp_path: Path):
+def test_what_goes_wrong_is_said_once_and_at_the_end(tmp_path: Path):
     record, said = make_record(tmp_path / "no" / "out.run.json")
-    record.write("running", {})
+    for _ in range(3):
+        record.write("running", {})
+    assert len(said) == 1 and said[0].endswith("the run goes on")
     record.write("finished", {})
-    assert len(said) == 1 and "cannot write the run record" in said[0] and not record.due()
+    assert len(said) == 2 and said[1].endswith("this run has none")
+
+
+def test_a_record_that_could_not_be_written_is_written_when_it_can(tmp_path: Path):
+    record, said = make_record(tmp_path / "later" / "r")
+    record.write("running", {})
+    (tmp_path / "later").mkdir()
+    record.write("finished", {})
+    assert json.loads((tmp_path / "later" / "r").read_text())["state"] == "finished" and len(said) == 1
 
 
 def test_no_half_record_takes_the_place_of_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -49,14 +73,24 @@ def test_no_half_record_takes_the_place_of_a_whole_one(tmp_path: Path, monkeypat
     record.write("running", {})
     before = path.read_text()
 
-    def write_half(self: Path, text: str) -> None:
-        with self.open("w") as file:
-            file.write(text[:10])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", write_half)
-    record.write("finished", {})
+    monkeypatch.setattr(Path, "write_bytes", full_disk(room=10))
+    record.write("running", {"done": 1})
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path] and len(said) == 1
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_no_record_of_a_run_that_has_ended_says_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool
+):
+    path = tmp_path / "out.run.json"
+    record, said = make_record(path)
+    record.write("running", {})
+    monkeypatch.setattr(Path, "write_bytes", full_disk(room=10, never_full=path if in_place else None))
+    record.write("failed", {})
+    if in_place:
+        assert json.loads(path.read_text())["state"] == "failed" and not said
+    else:
+        assert list(tmp_path.iterdir()) == [] and "is removed" in said[0] and len(said) == 1
 
 
 def test_tracebacks_are_kept_but_not_without_end(tmp_path: Path):
@@ -95,3 +129,43 @@ def test_a_record_never_takes_the_place_of_input_or_output(tmp_path: Path):
         check_record_path(tmp_path / "no" / "r", {})
     with pytest.raises(UsageError, match="is a directory"):
         check_record_path(tmp_path, {})
+    with pytest.raises(UsageError, match="standard output is for the answers"):
+        check_record_path(Path("-"), {})
+
+
+RECORD = {"tinyvllm": "1", "command": [], "state": "finished", "progress": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_record"),
+    [
+        (json.dumps(RECORD), True),
+        ("", True),
+        ("notes", False),
+        ("\x00\xff", False),
+        ("[" * 100_000, False),
+        ("[1]", False),
+        ('{"model_type": "llama"}', False),
+        (json.dumps(RECORD) + " " * MAX_BYTES, False),
+    ],
+)
+def test_only_a_record_is_replaced(tmp_path: Path, text: str, is_record: bool):
+    path = tmp_path / "r.json"
+    path.write_text(text, "latin-1")
+    if is_record:
+        assert check_record_path(path, {}) == path
+    else:
+        with pytest.raises(UsageError, match="is something else"):
+            check_record_path(path, {})
+    assert path.read_text("latin-1") == text and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_record_that_cannot_be_made_is_refused_before_the_run(tmp_path: Path):
+    with pytest.raises(UsageError, match="cannot write the run record"):
+        check_record_path(tmp_path / ("x" * 250), {})  # too long with what makes it a temporary name
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_of_the_command_line_that_are_no_text_leave_strict_json(tmp_path: Path):
+    RunRecord(tmp_path / "r", {"command": ["a\udcff", "\U0001f600"]}, warn=print).write("running", {})
+    assert strict_json((tmp_path / "r").read_bytes())["command"] == ["a?", "\U0001f600"]

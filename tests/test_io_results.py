@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def test_whatever_the_text_an_answer_is_one_line_of_utf8(text: str, custom_id: s
 
 
 def put(target: Path | str, *texts: str, overwrite: bool = False, source: os.stat_result | None = None) -> None:
-    with open_output(str(target), overwrite=overwrite, source=source) as writer:
+    used = {} if source is None else {"input": source}
+    with open_output(str(target), overwrite=overwrite, used=used) as writer:
         writer.begin()
         for text in texts:
             writer.write(answer(text))
@@ -82,7 +84,7 @@ def put(target: Path | str, *texts: str, overwrite: bool = False, source: os.sta
 
 def test_each_line_is_there_at_once(tmp_path: Path):
     out = tmp_path / "out.jsonl"
-    with open_output(str(out), overwrite=False, source=None) as writer:
+    with open_output(str(out), overwrite=False, used={}) as writer:
         writer.begin()
         for count in range(1, 4):
             writer.write(answer())
@@ -95,7 +97,7 @@ def test_an_existing_output_is_replaced_only_when_asked_and_only_once_the_run_st
     out.write_text(precious)
     with pytest.raises(UsageError, match="--overwrite"):
         put(out, "new")
-    with open_output(str(out), overwrite=True, source=None):
+    with open_output(str(out), overwrite=True, used={}):
         pass  # the model did not load
     assert out.read_text() == precious
     put(out, "new", overwrite=True)
@@ -104,15 +106,29 @@ def test_an_existing_output_is_replaced_only_when_asked_and_only_once_the_run_st
 
 def test_a_run_that_never_starts_leaves_no_file(tmp_path: Path):
     out = tmp_path / "out.jsonl"
-    with pytest.raises(RuntimeError), open_output(str(out), overwrite=False, source=None):
+    with pytest.raises(RuntimeError), open_output(str(out), overwrite=False, used={}):
         assert out.exists()
         raise RuntimeError
     assert not out.exists()
     link = tmp_path / "link.jsonl"
     link.symlink_to(out)
-    with open_output(str(link), overwrite=False, source=None):
+    with open_output(str(link), overwrite=False, used={}):
         assert out.exists()
     assert not out.exists() and link.is_symlink()
+
+
+def test_an_empty_output_has_nothing_to_lose(tmp_path: Path):
+    out = tmp_path / "out.jsonl"
+    out.touch()  # as a run leaves it that was killed while its model loaded
+    put(out, "new")
+    assert len(read_answers(out)) == 1
+
+
+def test_an_output_that_another_run_takes_away_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "out.jsonl"
+    monkeypatch.setattr(results.fcntl, "flock", lambda *_: out.unlink())
+    with pytest.raises(UsageError, match="another run"):
+        put(out, "lost")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -134,11 +150,13 @@ def test_the_input_is_never_the_output(tmp_path: Path, overwrite: bool, link: st
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_second_of_two_runs_on_one_output_is_refused(tmp_path: Path, overwrite: bool):
     out = tmp_path / "out.jsonl"
-    with open_output(str(out), overwrite=False, source=None) as writer:
-        with pytest.raises(UsageError, match="another run" if overwrite else "exists"):
+    with open_output(str(out), overwrite=False, used={}) as writer:
+        with pytest.raises(UsageError, match="another run"):
             put(out, "second", overwrite=overwrite)
         writer.begin()
         writer.write(answer("first"))
+        with pytest.raises(UsageError, match="another run"):
+            put(out, "second", overwrite=overwrite)
     assert [line["choices"][0]["text"] for line in read_answers(out)] == ["first"]
 
 
@@ -183,21 +201,55 @@ def test_a_reader_that_is_gone():
         writer.write(answer())
 
 
-def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    out = tmp_path / "out.jsonl"
-    os_write, room = os.write, [len(encode(answer())) + 10]
+def full_after(room: int) -> Callable[[int, memoryview], int]:
+    """os.write on a disk that takes so many bytes."""
+    os_write, left = os.write, [room]
 
     def write(fd: int, data: memoryview) -> int:
-        if not room[0]:
+        if not left[0]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = os_write(fd, data[: room[0]])
-        room[0] -= written
+        written = os_write(fd, data[: left[0]])
+        left[0] -= written
         return written
 
-    with open_output(str(out), overwrite=False, source=None) as writer:
+    return write
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "out.jsonl"
+    with open_output(str(out), overwrite=False, used={}) as writer:
         writer.begin()
-        monkeypatch.setattr(results.os, "write", write)
+        monkeypatch.setattr(results.os, "write", full_after(len(encode(answer())) + 10))
         writer.write(answer())
         with pytest.raises(TinyvllmError, match="No space left on device"):
             writer.write(answer())
     assert len(read_answers(out)) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "behind", "kept"),
+    [
+        (0, b"", b""),
+        (0, b"x" * 5000, encode(answer())[:10] + b"x"),  # what stands behind is not ours to cut
+        (os.O_APPEND, b"", encode(answer())[:10]),  # nor what others may have appended
+    ],
+)
+def test_a_full_disk_under_standard_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int, behind: bytes, kept: bytes
+):
+    """Redirected to a file that already holds something before the place where the run begins."""
+    path = tmp_path / "out"
+    path.write_bytes(b"before\n" + behind)
+    fd = os.open(path, os.O_RDWR | flags)
+    os.lseek(fd, 7, os.SEEK_SET)
+    monkeypatch.setattr(results.os, "write", full_after(len(encode(answer())) + 10))
+    with ResultWriter(fd, "standard output") as writer:
+        writer.begin()
+        writer.write(answer())
+        with pytest.raises(TinyvllmError, match="No space left on device"):
+            writer.write(answer())
+        found = path.read_bytes()
+        if not kept:
+            assert os.lseek(fd, 0, os.SEEK_CUR) == len(found), "what the shell writes next joins on"
+    whole = b"before\n" + encode(answer())
+    assert found.startswith(whole + kept) and (kept or found == whole)

@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.io import scan
-from tinyvllm_cli.io.scan import scan_file
+from tinyvllm_cli.io.prompts import read_lines
+from tinyvllm_cli.io.scan import Scan, scan_file
+from tinyvllm_cli.io.source import open_source
 
 ids = st.one_of(st.none(), st.integers(0, 6), st.integers(0, 6).map(str), st.integers(0, 6).map(lambda i: f"line-{i}"))
+
+
+def scan_path(path: Path, *, text_lines: bool = False, limit: int | None = None) -> Scan:
+    with path.open("rb") as file:
+        return scan_file(file, str(path), text_lines=text_lines, limit=limit)
 
 
 def write(folder: Path, lines: list[str]) -> Path:
@@ -37,19 +44,34 @@ def test_two_lines_with_one_id_are_refused_and_no_others(
         if weak:  # every two ids have one hash
             patch.setattr(scan, "_hash", lambda line: 7)
         if not pairs:
-            assert scan_file(path, text_lines=False, limit=limit).requests == len(named)
+            assert scan_path(path, limit=limit).requests == len(named)
             return
         with pytest.raises(UsageError, match=f"lines {pairs[0][0]} and {pairs[0][1]} "):
-            scan_file(path, text_lines=False, limit=limit)
+            scan_path(path, limit=limit)
 
 
 def test_what_a_scan_knows(tmp_path: Path):
     path = write(tmp_path, ["", "{", "  ", "[]", '{"prompt": "x"}', "\x00"])
-    found = scan_file(path, text_lines=False, limit=3)
+    found = scan_path(path, limit=3)
     assert (found.requests, found.lines) == (3, 4)
     assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_equal_text_lines_are_no_equal_ids(tmp_path: Path):
     path = write(tmp_path, ['{"custom_id": 1}'] * 3)
-    assert scan_file(path, text_lines=True, limit=None).requests == 3
+    assert scan_path(path, text_lines=True).requests == 3
+    with pytest.raises(UsageError, match="lines 1 and 2 have the same custom_id 1,"):
+        scan_path(path)
+
+
+@pytest.mark.parametrize("lines", [["{}", '{"custom_id": "line-1"}'], ['{"custom_id": "line-2"}', "{}"]])
+def test_an_id_that_another_line_gets_is_named_as_the_reason(tmp_path: Path, lines: list[str]):
+    given = 1 + lines.index(max(lines, key=len))
+    with pytest.raises(UsageError, match=f"line {given} gives it, and line {3 - given}, which gives none"):
+        scan_path(write(tmp_path, lines))
+
+
+def test_a_file_stands_at_its_start_after_a_scan(tmp_path: Path):
+    with open_source(str(write(tmp_path, ["{}", '{"custom_id": 1}']))).stream as stream:
+        scan_file(stream, "in", text_lines=False, limit=None)
+        assert [line.number for line in read_lines(stream)] == [1, 2]

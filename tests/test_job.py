@@ -1,6 +1,7 @@
 """The loop of a run, over the real engine and a scripted backend: every line once, at once, in any company."""
 
 import io
+import itertools
 import json
 import os
 import threading
@@ -21,7 +22,7 @@ from tinyvllm_cli.io.progress import Silent
 from tinyvllm_cli.io.prompts import Defaults, Item, read_lines, read_requests
 from tinyvllm_cli.io.record import RunRecord
 from tinyvllm_cli.io.results import ResultWriter
-from tinyvllm_cli.job import Job
+from tinyvllm_cli.job import FILL_ITEMS, FILL_SIZE, Job
 
 GOOD = [
     {"custom_id": "a", "prompt_token_ids": [5, 6], "max_tokens": 9},
@@ -86,10 +87,12 @@ def test_no_tokens_wanted_is_an_answer_without_choices(out: Path):
 
 def test_the_tally(out: Path):
     with out.open("wb") as file:
-        job = make_job(make_engine(), FileFeed(items(GOOD + BAD)), file.fileno(), total=8)
+        ticks = itertools.count()  # no two readings are alike
+        feed = FileFeed(items(GOOD + BAD))
+        job = make_job(make_engine(), feed, file.fileno(), total=8, clock=lambda: float(next(ticks)))
         job.run()
     answers = read_answers(out)
-    summary = job.summary(load_s=1.5, num_blocks=100)
+    progress, summary = job.result(load_s=1.5, num_blocks=100)
     assert (summary.ok, summary.failed) == (5, 3)
     cut = [a for a in answers if a["choices"] and a["choices"][0]["finish_reason"] == "length"]
     assert summary.cut == len(cut) > 0
@@ -98,8 +101,9 @@ def test_the_tally(out: Path):
     assert summary.prompt_tokens == sum(usage["prompt_tokens"] for usage in used)
     e2e = sorted(a["stats"]["e2e_s"] for a in answers if a["stats"] and a["stats"]["ttft_s"] is not None)
     assert summary.e2e_p50_s == pytest.approx((e2e[1] + e2e[2]) / 2) and len(e2e) == 4
-    progress = job.progress()
     assert (progress.done, progress.failed, progress.total, progress.seconds_left) == (8, 3, 8, 0)
+    for name in ("prompt_tokens", "completion_tokens", "tokens_per_s"):
+        assert getattr(progress, name) == getattr(summary, name), name
 
 
 def test_an_input_is_read_no_further_ahead_than_the_engine_asks(out: Path):
@@ -118,6 +122,40 @@ def test_an_input_is_read_no_further_ahead_than_the_engine_asks(out: Path):
     with out.open("wb") as file:
         make_job(engine, FileFeed(watched()), file.fileno()).run()
     assert len(read_answers(out)) == 40 and steps[0] <= 4
+
+
+@pytest.mark.parametrize(
+    ("line", "at_once"),
+    [
+        (b"{", FILL_ITEMS),
+        (b'{"prompt_token_ids": [9, 9], "max_tokens": 0}', FILL_ITEMS),
+        (b'{"prompt": "%s"}' % (b"x" * (FILL_SIZE // 2)), 3),
+    ],
+)
+def test_answers_under_way_go_on_beside_bad_lines_and_long_prompts(out: Path, line: bytes, at_once: int):
+    """Nothing is read between two steps but what a step could use."""
+    taken, between = [0], []
+
+    class Watched(FileFeed):
+        def pull(self, wait_s: float) -> Item | None:
+            taken[0] += 1
+            return super().pull(wait_s)
+
+    engine = make_engine(max_slots=300)
+    step = engine.step
+
+    def watched_step() -> Any:
+        between.append(taken[0])
+        taken[0] = 0
+        return step()
+
+    engine.step = watched_step  # type: ignore[method-assign]
+    lines = [{"custom_id": "good", "prompt_token_ids": [9], "max_tokens": 4, "ignore_eos": True}, *[line] * 1200]
+    with out.open("wb") as file:
+        make_job(engine, Watched(items(lines)), file.fileno()).run()
+    answers = read_answers(out)
+    assert len(answers) == 1201 and max(between) == at_once
+    assert [answer["custom_id"] for answer in answers].index("good") < 4 * at_once
 
 
 def test_only_an_idle_engine_waits_for_a_line(out: Path):
@@ -216,6 +254,11 @@ def test_a_signal_waits_for_the_answers_of_a_step(out: Path):
 
     engine.step = interrupted_step  # type: ignore[method-assign]
     lines = [{"custom_id": i, "prompt_token_ids": [9], "max_tokens": 3, "ignore_eos": True} for i in range(4)]
-    with out.open("wb") as file, pytest.raises(Signal):
-        make_job(engine, FileFeed(items(lines)), file.fileno(), hold=hold).run()
+    lines[0] = {"custom_id": "long", "prompt_token_ids": [9], "max_tokens": 50, "ignore_eos": True}
+    with out.open("wb") as file:
+        job = make_job(engine, FileFeed(items(lines)), file.fileno(), hold=hold)
+        with pytest.raises(Signal):
+            job.run()
+    progress, summary = job.result(load_s=0, num_blocks=2)
+    assert job.progress().made_tokens > progress.made_tokens == summary.completion_tokens > 0
     assert [a["custom_id"] for a in read_answers(out)] == [done.custom_id for done in finished] != []

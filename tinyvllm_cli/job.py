@@ -12,9 +12,14 @@ from tinyvllm_cli.io.progress import Display
 from tinyvllm_cli.io.record import RunRecord
 from tinyvllm_cli.io.results import ResultWriter
 from tinyvllm_cli.io.summary import Progress, Summary, Tally, percentile
-from tinyvllm_cli.types import Completion
+from tinyvllm_cli.types import Completion, Request
 
 WAIT_S = 1.0  # for a line while there is nothing else to do; then progress and record are looked at again
+
+# What is read between two steps at most, so that answers under way go on beside bad lines and long prompts. Counts, not
+# seconds: the same file is shared out to steps in the same way each time. Both are far more than a step can start.
+FILL_ITEMS = 256
+FILL_SIZE = 200_000  # characters or ids to tokenize
 
 Hold = Callable[[], AbstractContextManager[object]]
 
@@ -50,39 +55,24 @@ class Job:
         """Until every line has its answer or its error."""
         while not (self._feed.exhausted and self._engine.idle):
             self._fill()
-            if not self._engine.idle:
-                with self._hold():
-                    for event in self._engine.step():
-                        if isinstance(event, Completion):
-                            self._finish(event)
+            self._step()
             self._show()
 
     def progress(self) -> Progress:
-        """How far the run is, the tokens of unfinished answers included."""
-        stats = self._engine.stats
-        elapsed_s = self._clock() - self._started
-        done, failed = self.tally.done, self.tally.failed
-        return Progress(
-            done=done,
-            failed=failed,
-            total=self._total,
-            prompt_tokens=stats.prompt_tokens,
-            completion_tokens=stats.completion_tokens,
-            elapsed_s=elapsed_s,
-            answer_tokens=self.tally.completion_tokens,
-        )
+        """How far the run is."""
+        return self._progress(self._engine.stats.completion_tokens)
 
-    def summary(self, *, load_s: float, num_blocks: int) -> Summary:
-        """What the run has come to; block 0 of num_blocks belongs to nobody."""
+    def result(self, *, load_s: float, num_blocks: int) -> tuple[Progress, Summary]:
+        """What the run has come to, without the answers that have no end; block 0 of num_blocks belongs to nobody."""
         tally, stats = self.tally, self._engine.stats
-        wall_s = self._clock() - self._started
-        return Summary(
+        progress = self._progress(tally.completion_tokens)
+        summary = Summary(
             ok=tally.ok,
             failed=tally.failed,
             cut=tally.cut,
             prompt_tokens=tally.prompt_tokens,
             completion_tokens=tally.completion_tokens,
-            tokens_per_s=tally.completion_tokens / wall_s if wall_s > 0 else 0.0,
+            tokens_per_s=progress.tokens_per_s,
             ttft_p50_s=percentile(tally.ttft_s, 50),
             ttft_p99_s=percentile(tally.ttft_s, 99),
             e2e_p50_s=percentile(tally.e2e_s, 50),
@@ -91,23 +81,47 @@ class Job:
             peak_blocks=stats.peak_blocks,
             num_blocks=num_blocks - 1,
             load_s=load_s,
-            wall_s=wall_s,
+            wall_s=progress.elapsed_s,
             failures=dict(tally.failures),
             first_failure=tally.first_failure,
         )
+        return progress, summary
+
+    def _progress(self, made_tokens: int) -> Progress:
+        return Progress(
+            done=self.tally.done,
+            failed=self.tally.failed,
+            total=self._total,
+            prompt_tokens=self.tally.prompt_tokens,
+            completion_tokens=self.tally.completion_tokens,
+            made_tokens=made_tokens,
+            elapsed_s=self._clock() - self._started,
+        )
 
     def _fill(self) -> None:
-        """Give the engine what it wants, without waiting for a pipe while there is work."""
-        while self._engine.wants_more and not self._feed.exhausted:
+        """Give the engine what it wants, without waiting for a pipe while there is work, nor for much reading."""
+        size = 0
+        for _ in range(FILL_ITEMS):
+            if size >= FILL_SIZE or self._feed.exhausted or not self._engine.wants_more:
+                return
             item = self._feed.pull(WAIT_S if self._engine.idle else 0.0)
             if item is None:
                 return
             with self._hold():
                 if isinstance(item, Completion):
                     self._finish(item)
-                    self._show()
                 else:
                     self._engine.add(item)
+                    size += _size(item)
+
+    def _step(self) -> None:
+        """Until the model has made a step: before it, the engine tells what ended without one."""
+        steps = self._engine.stats.steps
+        while not self._engine.idle and self._engine.stats.steps == steps:
+            with self._hold():
+                for event in self._engine.step():
+                    if isinstance(event, Completion):
+                        self._finish(event)
 
     def _finish(self, completion: Completion) -> None:
         self._writer.write(completion)
@@ -119,3 +133,9 @@ class Job:
         self._display.update(self.progress())
         if self._record.due():
             self._record.write("running", self.progress().as_json())
+
+
+def _size(request: Request) -> int:
+    """Characters or ids of a prompt."""
+    messages = sum(len(message.content) for message in request.messages or ())
+    return len(request.prompt or "") + len(request.prompt_token_ids or ()) + messages

@@ -40,13 +40,14 @@ def open_engine(
     config: EngineConfig,
     system: str | None = None,
     report: Callable[[str], None],
+    progress: bool = True,
 ) -> LoadedModel:
-    """Make a model ready. `report` gets a line when something is fetched.
+    """Make a model ready. `report` gets a line when something is fetched; progress: a bar while it is, on a terminal.
 
     Errors: ModelError for whatever the files lack, TinyvllmError where the machine does.
     """
     started = time.monotonic()
-    files = find_model(model, revision=revision, report=report)
+    files = find_model(model, revision=revision, report=report, progress=progress)
     checkpoint = open_checkpoint(files.path)
     tokenizer = load_tokenizer(files.path)
     codec = TextCodec(tokenizer, load_chat_template(files.path), system, checkpoint.config.vocab_size)

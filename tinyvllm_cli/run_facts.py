@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli import __version__
+from tinyvllm_cli.config import EngineConfig
 from tinyvllm_cli.io.fields import shown
 from tinyvllm_cli.io.prompts import Defaults
 from tinyvllm_cli.io.scan import Scan
@@ -21,7 +22,7 @@ from tinyvllm_cli.types import GREEDY_BELOW, SamplingParams
 if TYPE_CHECKING:
     from tinyvllm_cli.load import LoadedModel
 
-LIBRARIES = ("click", "jinja2", "ml-dtypes", "msgspec", "numpy", "safetensors", "tokenizers")
+LIBRARIES = ("click", "jinja2", "ml-dtypes", "msgspec", "numpy", "threadpoolctl", "tokenizers")
 
 
 def run_facts(
@@ -49,8 +50,8 @@ def run_facts(
     }
 
 
-def model_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
-    """What the model adds to the record, with the answer fields of a line that has none."""
+def model_facts(loaded: LoadedModel, config: EngineConfig, defaults: Defaults) -> dict[str, Any]:
+    """What the model adds to the record: what is in force, with the answer fields of a line that has none."""
     checkpoint, limits, template = loaded.checkpoint, loaded.backend.limits, loaded.codec.template
     facts: dict[str, Any] = {
         "model": {
@@ -63,6 +64,7 @@ def model_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
             "quantization": checkpoint.quantization,
         },
         "backend": "cpu",
+        "engine": asdict(config),
         "limits": asdict(limits),
         "answers": asdict(defaults.params),
         "chat_template": None,
@@ -104,8 +106,11 @@ def answers_line(loaded: LoadedModel, output: str, params: SamplingParams, *, se
         if value != getattr(plain, name) and name not in {"temperature", "max_tokens"}
     ]
     suggested = ", ".join(f"{name} {value:g}" for name, value in loaded.checkpoint.generation.sampling.items())
-    holds = "used" if model_sampling else "not used without --model-sampling"
-    note = f"; generation_config.json suggests {suggested}: {holds}" if suggested else ""
+    if suggested:
+        holds = "used" if model_sampling else "not used without --model-sampling"
+        note = f"; generation_config.json suggests {suggested}: {holds}"
+    else:
+        note = "; the model suggests no sampling, so --model-sampling changes nothing" if model_sampling else ""
     limit = f"at most {params.max_tokens} tokens{''.join(more)}"
     return f"answers: {output}; where a line says nothing else: {how}, {limit}{note}"
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tinyvllm_cli.backends.cpu.machine import available_cpus
 from tinyvllm_cli.config import DtypeName, EngineConfig
 from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, OutputClosedError, TinyvllmError, UsageError
 from tinyvllm_cli.io.feed import Feed, FileFeed, PipeFeed
-from tinyvllm_cli.io.progress import Display, make_display, warn
+from tinyvllm_cli.io.progress import Display, make_display
 from tinyvllm_cli.io.prompts import Defaults, read_lines, read_requests
 from tinyvllm_cli.io.record import RunRecord, State, check_record_path
 from tinyvllm_cli.io.results import ResultWriter, open_output
+from tinyvllm_cli.io.said import warn
 from tinyvllm_cli.io.scan import Scan, scan_file
 from tinyvllm_cli.io.settings import line_defaults, read_settings, read_system
 from tinyvllm_cli.io.source import Source, open_source
@@ -60,9 +63,13 @@ class RunOptions:
         return read_settings(named, self.set)
 
     def engine_config(self) -> EngineConfig:
-        dtype = "float32" if self.dtype == "auto" else self.dtype
+        """With the values in force."""
         return EngineConfig(
-            slots=self.slots, max_model_len=self.max_model_len, dtype=dtype, threads=self.threads, seed=self.seed
+            slots=self.slots,
+            max_model_len=self.max_model_len,
+            dtype="float32" if self.dtype == "auto" else self.dtype,
+            threads=self.threads or available_cpus(),
+            seed=self.seed,
         )
 
 
@@ -71,6 +78,7 @@ class _Checked:
     """A run whose cheap checks have passed: all that is known before there is a model."""
 
     options: RunOptions
+    config: EngineConfig
     settings: dict[str, Any]
     source: Source
     scan: Scan | None  # None: the input can be read only once
@@ -87,45 +95,60 @@ def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[s
     """
     if options.raw and options.system is not None:
         raise UsageError("--system needs the chat template that --raw turns off: give one of them")
-    settings, system = options.settings(), read_system(options.system)
+    settings, (system, system_file) = options.settings(), read_system(options.system)
     source = open_source(options.input)
+    config = options.engine_config()
+    used = {"input": source.status} | ({} if system_file is None else {"--system file": system_file})
     # A pipe stays open: closing it would wait for the thread that reads it.
     with closing(source.stream) if source.regular else nullcontext():
         scan = _scan(source, options.limit)
-        with open_output(options.output, overwrite=options.overwrite, source=source.status) as writer:
-            record_path = _record_path(options, source, writer)
+        with open_output(options.output, overwrite=options.overwrite, used=used) as writer:
+            _refuse_model_file(writer, Path(options.model))
+            record_path = _record_path(options, writer, used)
             facts = run_facts(command, asdict(options), origins, source, scan)
             display = make_display(quiet=options.quiet, answers_on_terminal=writer.is_terminal)
-            run = _Checked(options, settings, source, scan, writer, record_path, facts, display)
+            run = _Checked(options, config, settings, source, scan, writer, record_path, facts, display)
             if scan is not None and scan.requests == 0:
                 return _nothing_to_do(run)
-            with closing(_load(options, system, display)) as loaded:
+            with closing(_load(run, system)) as loaded:
+                _refuse_model_file(writer, loaded.files.path)
                 return _answer(run, loaded, hold)
 
 
 def _nothing_to_do(run: _Checked) -> int:
     run.writer.begin()
-    nothing = Progress(done=0, failed=0, total=0, prompt_tokens=0, completion_tokens=0, elapsed_s=0.0)
+    nothing = Progress(done=0, failed=0, total=0, prompt_tokens=0, completion_tokens=0, made_tokens=0, elapsed_s=0.0)
     RunRecord(run.record_path, run.facts, warn=warn).write("finished", nothing.as_json())
     run.display.say(f"{run.source.name} holds no requests: nothing to do")
     return EXIT_OK
+
+
+def _refuse_model_file(writer: ResultWriter, model: Path) -> None:
+    """The weights are read where they lie on disk: to write over them would end this process, and the model."""
+    with suppress(OSError):  # what cannot be looked at is not loaded either
+        for file in model.iterdir() if (model / "config.json").is_file() else [model]:
+            if file.is_file() and os.path.samestat(file.stat(), writer.status):
+                raise UsageError(f"the output {writer.name} is a file of the model {model}: give a place outside of it")
 
 
 def _answer(run: _Checked, loaded: LoadedModel, hold: Hold) -> int:
     options, source, writer, display = run.options, run.source, run.writer, run.display
     sampling = loaded.checkpoint.generation.sampling if options.model_sampling else {}
     defaults = line_defaults(run.settings, sampling, raw=options.raw)
-    display.say(model_line(loaded, options.engine_config().dtype))
+    display.say(model_line(loaded, run.config.dtype))
     display.say(prompts_line(loaded, source, run.scan, raw=options.raw))
     display.say(
         answers_line(loaded, writer.name, defaults.params, seed=options.seed, model_sampling=options.model_sampling)
     )
-    record = RunRecord(run.record_path, run.facts | model_facts(loaded, defaults), warn=warn)
+    record = RunRecord(run.record_path, run.facts | model_facts(loaded, run.config, defaults), warn=warn)
     total = None if run.scan is None else run.scan.requests
     feed = _feed(source, defaults, options.limit)
     job = Job(loaded.engine, feed, writer, display=display, record=record, total=total, hold=hold)
     writer.begin()
     _run_recorded(job, loaded, record, display)
+    if source.twice and source.changed():
+        read = f"{job.tally.done} of the {total} requests that it held were read"
+        warn(f"warning: {source.name} has changed since the run began; {read}")
     if not job.tally.failed:
         return EXIT_OK
     if options.quiet:  # else the summary has said it
@@ -134,24 +157,30 @@ def _answer(run: _Checked, loaded: LoadedModel, hold: Hold) -> int:
 
 
 def _scan(source: Source, limit: int | None) -> Scan | None:
-    if source.path is None or not source.regular:
+    if not source.twice:
         return None
-    return scan_file(source.path, text_lines=source.text_lines, limit=limit)
+    return scan_file(source.stream, source.name, text_lines=source.text_lines, limit=limit)
 
 
-def _record_path(options: RunOptions, source: Source, writer: ResultWriter) -> Path | None:
+def _record_path(options: RunOptions, writer: ResultWriter, used: Mapping[str, os.stat_result]) -> Path | None:
     """--record, else beside an output that is a file."""
     if options.record is None and not writer.is_file:
         return None
-    path = Path(options.record or f"{options.output}.run.json")
-    return check_record_path(path, {"input": source.status, "output": writer.status})
+    name = f"{options.output}.run.json" if options.record is None else options.record
+    return check_record_path(Path(name), {**used, "output": writer.status})
 
 
-def _load(options: RunOptions, system: str | None, display: Display) -> LoadedModel:
+def _load(run: _Checked, system: str | None) -> LoadedModel:
     from tinyvllm_cli.load import open_engine
 
+    options, report = run.options, run.display.say
     return open_engine(
-        options.model, revision=options.revision, config=options.engine_config(), system=system, report=display.say
+        options.model,
+        revision=options.revision,
+        config=run.config,
+        system=system,
+        report=report,
+        progress=not options.quiet,
     )
 
 
@@ -161,7 +190,7 @@ def _feed(source: Source, defaults: Defaults, limit: int | None) -> Feed:
         read_lines(source.stream, limit),
         defaults,
         text_lines=source.text_lines,
-        check_ids=source.path is None or not source.regular,
+        check_ids=not source.twice,
     )
     return FileFeed(items) if source.regular else PipeFeed(items)
 
@@ -171,8 +200,8 @@ def _run_recorded(job: Job, loaded: LoadedModel, record: RunRecord, display: Dis
 
     def end(state: State, *, say: bool = True) -> None:
         display.close()
-        summary = job.summary(load_s=loaded.load_s, num_blocks=loaded.backend.limits.num_blocks)
-        record.write(state, job.progress().as_json(), summary.as_json())
+        progress, summary = job.result(load_s=loaded.load_s, num_blocks=loaded.backend.limits.num_blocks)
+        record.write(state, progress.as_json(), summary.as_json())
         if say and state != "finished":
             display.say(f"{state} before the end; the finished answers are kept")
         for line in summary.lines() if say else ():

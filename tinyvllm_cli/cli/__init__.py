@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from importlib import import_module
-from pathlib import Path
-from typing import NoReturn
 
-import click
+try:
+    from collections.abc import Callable
+    from contextlib import suppress
+    from importlib import import_module
+    from pathlib import Path
+    from typing import NoReturn
 
-from tinyvllm_cli import __version__
-from tinyvllm_cli.cli.signals import Interrupted, Interrupts
-from tinyvllm_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_PIPE, OutputClosedError, TinyvllmError
+    import click
+
+    from tinyvllm_cli import __version__
+    from tinyvllm_cli.cli.signals import Interrupted, Interrupts
+    from tinyvllm_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_PIPE, OutputClosedError, TinyvllmError
+    from tinyvllm_cli.io.said import warn
+except KeyboardInterrupt:  # ^C before main() can see to it
+    sys.exit(130)
 
 # Each name is also that of a module here and of the command in it, which is imported only when it is needed.
 COMMANDS = {
@@ -78,12 +84,20 @@ def exit_code(command: Callable[[], object]) -> int:
     except (OutputClosedError, BrokenPipeError, SystemExit):  # click exits where its own output finds no reader
         return EXIT_PIPE
     except click.ClickException as error:
-        with suppress(OSError):
-            error.show()
-        return error.exit_code
+        return _not_understood(error)
     except Exception as error:
         return _failed(error)
     return result if isinstance(result, int) else EXIT_OK
+
+
+def _not_understood(error: click.ClickException) -> int:
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # its message is the whole help page
+        with suppress(OSError):
+            error.show()
+        return error.exit_code
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    hint = f"; see `{context.command_path} --help`" if context else ""
+    return _say(error.format_message().rstrip(".") + hint, error.exit_code)
 
 
 def _failed(error: Exception) -> int:
@@ -97,8 +111,7 @@ def _failed(error: Exception) -> int:
 
 
 def _say(message: str, code: int = EXIT_FAILED) -> int:
-    with suppress(OSError, ValueError):
-        click.echo("error: " + " ".join(message.split()), err=True)
+    warn("error: " + " ".join(message.split()))
     return code
 
 
@@ -120,6 +133,10 @@ def _open_standard_streams() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free; writing to it fails, so nothing is lost
+            # It gets the lowest number that is free. To read from 0 or to write to the others fails: nothing is lost.
+            os.open(os.devnull, os.O_RDONLY if fd else os.O_WRONLY)
+    if sys.stdout is None:
+        # Else what is printed would vanish in silence. No buffer that would fail once more when the process ends.
+        sys.stdout = io.TextIOWrapper(open(1, "wb", buffering=0, closefd=False), write_through=True)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  nobody listens, and no code need ask

@@ -12,6 +12,21 @@ from tinyvllm_cli.config import DEFAULT_MODEL
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _text(value: str) -> str:
+    """A text and no name of a file: UTF-8, which arguments need not be."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter(f"{value} is not UTF-8 text") from None
+    return value
+
+
+def _some_text(value: str) -> str:
+    if not value:
+        raise click.BadParameter("the text is empty")
+    return _text(value)
+
+
 class GroupedOption(click.Option):
     """An option that stands under a heading of the help page."""
 
@@ -61,7 +76,7 @@ model_options = _group(
         show_envvar=True,
         help="Folder, .gguf file, Hub id, Hub repo/file.gguf, or a name from `tinyvllm models list`.",
     ),
-    _option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model."),
+    _option("--revision", type=_text, metavar="REV", help="Branch, tag or commit of a Hub model."),
     _option(
         "--dtype",
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
@@ -74,7 +89,11 @@ model_options = _group(
 prompt_options = _group(
     "Prompts",
     _option(
-        "-s", "--system", metavar="TEXT|@FILE", help="System message for prompts and conversations that have none."
+        "-s",
+        "--system",
+        type=_text,
+        metavar="TEXT|@FILE",
+        help="System message for prompts and conversations that have none.",
     ),
     _option("--raw", is_flag=True, help="Give prompts as they are, without chat template."),
 )
@@ -83,7 +102,13 @@ answer_options = _group(
     "Answers (a line's own fields win)",
     _option("--max-tokens", type=int, metavar="N", help="Tokens of an answer at most.  [default: 512]"),
     _option("--temperature", type=float, metavar="X", help="0 takes the likeliest token each time.  [default: 0]"),
-    _option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text. May be repeated."),
+    _option(
+        "--stop",
+        type=_some_text,
+        multiple=True,
+        metavar="TEXT",
+        help="End the answer before this text. May be repeated.",
+    ),
     _option(
         "--seed",
         type=int,
@@ -94,6 +119,7 @@ answer_options = _group(
     ),
     _option(
         "--set",
+        type=_text,
         multiple=True,
         metavar="NAME=VALUE",
         help="Any other field of a line, such as top_p=0.9; VALUE is JSON, else a string. May be repeated.",
@@ -127,7 +153,7 @@ machine_options = _group(
     ),
     _option(
         "--slots",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, 2**16),
         default=32,
         metavar="N",
         show_default=True,
@@ -135,9 +161,9 @@ machine_options = _group(
     ),
     _option(
         "--max-model-len",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, 2**31 - 1),
         metavar="N",
         help="Tokens of prompt and answer together at most.  [default: the model's, or what fits]",
     ),
-    _option("--threads", type=click.IntRange(min=1), metavar="N", help="[default: the CPUs this process may use]"),
+    _option("--threads", type=click.IntRange(1, 4096), metavar="N", help="[default: the CPUs this process may use]"),
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 GRACE_S = 10.0  # for what a signal has to wait for: a step of the model, a reader that does not read
+STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -54,4 +56,8 @@ class Interrupts:
             raise Interrupted(signum)
 
     def _leave(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        with suppress(OSError):
+            # Out of the line of a progress bar; not where the terminal takes nothing (^S) and would hold us.
+            if os.isatty(STDERR) and select.select([], [STDERR], [], 0)[1]:
+                os.write(STDERR, b"\n")
         os._exit(128 + (self._received or signum))

@@ -102,10 +102,7 @@ FIELDS: dict[str, Field] = {
 
 def shown(value: Any) -> str:
     """A value as JSON for a message: on one line, and short."""
-    try:
-        return _short(msgspec.json.encode(value).decode())
-    except RecursionError:
-        return "a value nested too deeply"
+    return _short(msgspec.json.encode(value).decode())
 
 
 def invalid(name: str, found: str, wanted: str) -> RequestError:
@@ -142,7 +139,7 @@ def read_field(name: str, raw: bytes) -> Any:
         raise unknown_field(name, FIELDS)
     try:
         value = field.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
+    except msgspec.DecodeError:
         if name == "prompt" and raw.startswith(b"["):
             message = "prompt is a list, which is not supported: write one line for each prompt"
             raise RequestError("unsupported", message, name) from None
@@ -162,20 +159,6 @@ def read_fields(raw_fields: Mapping[str, bytes]) -> dict[str, Any]:
         if FIELDS[name].neutral is None:
             values[name] = value
     return values
-
-
-def read_setting(name: str, text: str) -> Any:
-    """One --set NAME=VALUE: VALUE is JSON, else a string. RequestError as for a line."""
-    if name not in FIELDS:
-        raise unknown_field(name, FIELDS)
-    if FIELDS[name].neutral is None and name not in ANSWER_FIELDS | PROMPT_FIELDS:
-        raise RequestError("invalid_value", f"{name} belongs to one line and cannot be set for all", name)
-    try:
-        raw = text.encode()
-        msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        raw = msgspec.json.encode(text.encode(errors="replace").decode())
-    return read_field(name, raw)
 
 
 def _short(text: str) -> str:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.io.fields import invalid, shown, unknown_field
 from tinyvllm_cli.types import Message
 
-ROLES: dict[str, Literal["system", "user", "assistant"]] = {
+Role: TypeAlias = Literal["system", "user", "assistant"]
+ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",  # OpenAI's newer name for the same
     "user": "user",
     "assistant": "assistant",
 }
 TOOL_ROLES = {"tool", "function"}
-TOOL_KEYS = {"tool_calls", "tool_call_id", "function_call"}
-MESSAGE_KEYS = {"role": "", "content": ""}
+TOOL_KEYS = ("tool_calls", "tool_call_id", "function_call")
+MESSAGE_KEYS = ("role", "content")
+PART_KEYS = ("type", "text")
 
 
 def read_messages(values: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
@@ -29,18 +31,27 @@ def read_messages(values: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
 
 
 def _message(value: dict[str, Any], place: str) -> Message:
-    for key in (key for key, item in value.items() if item is not None):
-        if key in TOOL_KEYS:
+    for key in TOOL_KEYS:
+        if value.get(key) is not None:
             raise RequestError("unsupported", f"{place}.{key} is not supported, wanted messages of text", place)
-        if key not in MESSAGE_KEYS:
-            error = unknown_field(key, MESSAGE_KEYS)
+    _refuse_unknown(value, MESSAGE_KEYS, place)
+    return Message(_role(value.get("role"), f"{place}.role"), _content(value.get("content"), f"{place}.content"))
+
+
+def _refuse_unknown(value: dict[str, Any], known: Sequence[str], place: str) -> None:
+    for key, item in value.items():
+        if key not in known and item is not None:
+            error = unknown_field(key, known)
             raise RequestError(error.type, f"{place}: {error.message}", place)
-    role = value.get("role")
+
+
+def _role(value: Any, place: str) -> Role:
+    role = value if isinstance(value, str) else ""
     if role in TOOL_ROLES:
-        raise RequestError("unsupported", f"{place}.role is {shown(role)}, which is not supported", f"{place}.role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise invalid(f"{place}.role", shown(role), "system, developer, user or assistant")
-    return Message(ROLES[role], _content(value.get("content"), f"{place}.content"))
+        raise RequestError("unsupported", f"{place} is {shown(role)}, which is not supported", place)
+    if role not in ROLES:
+        raise invalid(place, shown(value), "system, developer, user or assistant")
+    return ROLES[role]
 
 
 def _content(value: Any, place: str) -> str:
@@ -58,4 +69,5 @@ def _part(part: Any, place: str) -> str:
     text = part.get("text") if kind == "text" else None
     if not isinstance(text, str):
         raise invalid(place, shown(part), 'a part like {"type": "text", "text": "..."}')
+    _refuse_unknown(part, PART_KEYS, place)
     return text

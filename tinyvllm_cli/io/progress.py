@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
+from tinyvllm_cli.io.said import printable, warn
 from tinyvllm_cli.io.summary import Progress
 
 if TYPE_CHECKING:
@@ -27,13 +28,6 @@ class Display(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def warn(line: str) -> None:
-    """A line on standard error, whatever has become of it: a run outlives the terminal it was started from."""
-    with suppress(OSError, ValueError):
-        if sys.stderr is not None:
-            print(line, file=sys.stderr, flush=True)
 
 
 def make_display(*, quiet: bool, answers_on_terminal: bool) -> Display:
@@ -94,14 +88,22 @@ class Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
+        class ShownCursor(Console):
+            """Leaves the cursor as it is: a run that is killed could not bring it back."""
+
+            def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002
+                return False
+
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-        self._bar = RichProgress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+        self._bar = RichProgress(*columns, console=ShownCursor(stderr=True), auto_refresh=False, transient=True)
         self._task: TaskID | None = None
         self._shown = 0.0
 
     def say(self, line: str) -> None:
+        from rich.text import Text
+
         with suppress(OSError):
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._bar.console.print(Text(printable(line)), soft_wrap=True)  # a Text holds no markup and no :emoji:
 
     def update(self, progress: Progress) -> None:
         now = time.monotonic()

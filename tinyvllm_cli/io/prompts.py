@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,6 +17,7 @@ import msgspec
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.io.fields import ANSWER_FIELDS, invalid, read_field, read_fields, shown
 from tinyvllm_cli.io.messages import read_messages
+from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys, too_deep
 from tinyvllm_cli.types import Completion, Failure, Request, SamplingParams
 
 BOM = b"\xef\xbb\xbf"
@@ -55,7 +56,7 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def read_lines(stream: BinaryIO, limit: int | None = None) -> Iterator[Line]:
     """The first `limit` lines that are not blank. A line ends at \\n only; a \\r before it and a leading BOM go."""
-    return islice(_lines(stream), limit)
+    return islice(_lines(stream), None if limit is None else min(limit, sys.maxsize))
 
 
 def _lines(stream: BinaryIO) -> Iterator[Line]:
@@ -77,12 +78,25 @@ def line_id(line: Line) -> tuple[str | int, bool]:
 
 
 def _own_id(text: bytes) -> str | int | None:
-    with suppress(msgspec.DecodeError, RecursionError):
+    if too_deep(text):
+        return None
+    with suppress(msgspec.DecodeError):
         return _ID.decode(text).custom_id
-    with suppress(msgspec.DecodeError, RecursionError):  # half a surrogate pair in another string leaves the id good
+    with suppress(msgspec.DecodeError):  # half a surrogate pair in another string leaves the id good
         custom_id = _ID.decode(SURROGATE.sub(rb"\\ufffd", text)).custom_id
         return None if "\ufffd" in str(custom_id) else custom_id
     return None
+
+
+def same_id(custom_id: str | int, earlier: tuple[int, bool], later: tuple[int, bool]) -> str:
+    """The fault of two lines with one custom_id; of each line its number, and whether the id is its own."""
+    same = f"lines {earlier[0]} and {later[0]} have the same custom_id {shown(custom_id)}"
+    if earlier[1] and later[1]:
+        return f"{same}, wanted another for each, or none"
+    given, made = (earlier[0], later[0]) if earlier[1] else (later[0], earlier[0])
+    return (
+        f"{same}: line {given} gives it, and line {made}, which gives none, is called so; change that of line {given}"
+    )
 
 
 def read_requests(
@@ -93,16 +107,16 @@ def read_requests(
     text_lines: a line is a prompt as it stands (.txt), else a JSON object. check_ids: refuse a custom_id that an
     earlier line has; for inputs that could not be checked as a whole before.
     """
-    seen: set[bytes] = set()
+    seen: dict[bytes, tuple[int, bool]] = {}
     for line in lines:
         custom_id, own = (f"line-{line.number}", False) if text_lines else line_id(line)
         if check_ids:
-            key = msgspec.json.encode(custom_id)
-            if key in seen:
-                message = f"custom_id {shown(custom_id)} was given by an earlier line, wanted one of its own"
-                yield _refused(line, custom_id, Failure("duplicate_id", message, "custom_id"))
+            place = line.number, own
+            earlier = seen.setdefault(msgspec.json.encode(custom_id), place)
+            if earlier != place:
+                failure = Failure("duplicate_id", same_id(custom_id, earlier, place), "custom_id")
+                yield _refused(line, custom_id, failure)
                 continue
-            seen.add(key)
         blank = Request(
             request_id=line.index,
             custom_id=custom_id,
@@ -175,27 +189,21 @@ def _decode(text: bytes) -> str:
 def _split(line: bytes) -> dict[str, bytes]:
     """The fields of a JSON object, each as its JSON text. RequestError invalid_encoding, invalid_json, invalid_line."""
     text = _decode(line)
+    refuse_deep(line, "the line")
     try:
         raw_fields = _OBJECT.decode(line)
-        # msgspec keeps the last of two equal keys in silence.
-        pairs = json.loads(text, object_pairs_hook=list, parse_int=str, parse_float=str)
+        refuse_equal_keys(text)
     except msgspec.ValidationError:
         kind = {"[": "an array", '"': "a string"}.get(text.strip()[0], "a single value")
         raise RequestError("invalid_line", f"the line is {kind}, wanted a JSON object") from None
     except (msgspec.DecodeError, ValueError) as error:
         raise RequestError("invalid_json", _not_json(line, str(error))) from None
-    except RecursionError:
-        raise RequestError("invalid_json", "the line is nested too deeply, wanted a flat JSON object") from None
-    if len(pairs) != len(raw_fields):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RequestError("invalid_json", f"the field {shown(twice)} stands twice, wanted it once")
     return {name: bytes(raw) for name, raw in raw_fields.items()}
 
 
 def _not_json(line: bytes, detail: str) -> str:
     if SURROGATE.search(line):
-        with suppress(msgspec.DecodeError, RecursionError):
+        with suppress(msgspec.DecodeError):
             _OBJECT.decode(SURROGATE.sub(rb"\\ufffd", line))
             return "a string holds half of a surrogate pair, wanted Unicode text"
     if "truncated" in detail:

@@ -14,6 +14,8 @@ from tinyvllm_cli.errors import UsageError
 
 EVERY_S = 10.0
 MAX_TRACEBACKS = 20  # of internal errors; one bug may fail every line
+MARKS = {"tinyvllm", "command", "state", "progress"}  # a JSON object with these keys is a run record
+MAX_BYTES = 1 << 24  # a larger file is no record
 
 State = Literal["running", "finished", "stopped", "failed"]
 
@@ -21,7 +23,7 @@ State = Literal["running", "finished", "stopped", "failed"]
 class RunRecord:
     """Written whole each time, to a temporary name that then takes the record's place.
 
-    What goes wrong with it is said once and never ends a run. Without a path it does nothing.
+    What goes wrong with it never ends a run. Without a path it does nothing.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class RunRecord:
         self._warn = warn
         self._every_s = every_s
         self._written = -every_s
+        self._warned = False
         self._tracebacks: list[str] = []
 
     def due(self) -> bool:
@@ -43,6 +46,7 @@ class RunRecord:
             self._tracebacks.append(text)
 
     def write(self, state: State, progress: Mapping[str, Any], summary: Mapping[str, Any] | None = None) -> None:
+        """Every state but "running" is the last: a record that cannot take it is removed, as it would say otherwise."""
         if self._path is None:
             return
         self._written = time.monotonic()
@@ -53,20 +57,32 @@ class RunRecord:
             "summary": summary,
             "tracebacks": self._tracebacks,
         }
+        # Bytes of the command line that are no UTF-8 become question marks: half surrogates are no strict JSON.
+        text = (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode(errors="replace")
         try:
-            _replace(self._path, json.dumps(record, indent=2) + "\n")
+            _replace(self._path, text)
         except OSError as error:
-            self._warn(
-                f"warning: cannot write the run record {self._path}: {error.strerror}; the run goes on without it"
-            )
-            self._path = None
+            problem = f"warning: cannot write the run record {self._path}: {error.strerror}"
+            if state == "running":
+                self._warn_once(f"{problem}; the run goes on")
+            elif not self._path.is_file():
+                self._warn(f"{problem}; this run has none")
+            elif not _write_over(self._path, text):
+                self._warn(f"{problem}; the one that is there would say that the run goes on, and is removed")
+
+    def _warn_once(self, line: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(line)
 
 
 def check_record_path(path: Path, used: Mapping[str, os.stat_result]) -> Path:
-    """The file that a record at `path` would replace. `used`: what input and output are, which it must not be.
+    """The file that a record at `path` would replace. `used`: what it must not be, by what that is called.
 
-    UsageError where it cannot be a record.
+    UsageError where it cannot be a record, or would replace what is none.
     """
+    if str(path) == "-":
+        raise UsageError("the run record is a file, wanted a name; standard output is for the answers")
     try:
         return _checked(Path(os.path.realpath(path)), used)  # a link stays a link
     except OSError as error:
@@ -81,16 +97,47 @@ def _checked(path: Path, used: Mapping[str, os.stat_result]) -> Path:
     for name, other in used.items():
         if path.is_file() and os.path.samestat(path.stat(), other):
             raise UsageError(f"the run record {path} is the {name} itself: give another name")
+    if path.is_file() and not _is_record(path):
+        raise UsageError(f"the run record {path} exists and is something else: give --record another name")
+    if path.is_file() or not path.exists():
+        _temporary(path).touch()  # the folder takes new files
+        _temporary(path).unlink()
     return path
 
 
-def _replace(path: Path, text: str) -> None:
-    if path.exists() and not path.is_file():  # a device such as /dev/null must stay what it is
-        path.write_text(text)
-        return
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+def _is_record(path: Path) -> bool:
+    """A record of an earlier run, or empty: nothing is lost with it."""
+    if path.stat().st_size > MAX_BYTES:
+        return False
+    text = path.read_bytes()
     try:
-        temporary.write_text(text)
+        return not text or json.loads(text).keys() >= MARKS
+    except (ValueError, AttributeError, RecursionError):
+        return False
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
+
+
+def _write_over(path: Path, text: bytes) -> bool:
+    """On a full disk there is still the room that the record itself takes. False: not even that, and it is gone."""
+    try:
+        path.write_bytes(text)
+        return True
+    except OSError:
+        with suppress(OSError):
+            path.unlink()
+        return False
+
+
+def _replace(path: Path, text: bytes) -> None:
+    if path.exists() and not path.is_file():  # a device such as /dev/null must stay what it is
+        path.write_bytes(text)
+        return
+    temporary = _temporary(path)
+    try:
+        temporary.write_bytes(text)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):

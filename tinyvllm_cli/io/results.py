@@ -6,6 +6,7 @@ import fcntl
 import os
 import select
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -74,7 +75,7 @@ class ResultWriter:
         self.is_terminal = os.isatty(fd)
         self._fd = fd
         self._created = created
-        self._size = 0  # bytes of whole lines
+        self._end = _place(fd, self.status)  # of the whole lines; None where they cannot be cut back to
 
     def begin(self) -> None:
         """The run has really started: what the file held before goes."""
@@ -85,20 +86,25 @@ class ResultWriter:
     def write(self, completion: Completion) -> None:
         """Hand one line to the kernel. OutputClosedError where the reader is gone, TinyvllmError on a full disk."""
         line = memoryview(encode(completion))
-        size = self._size + len(line)
         try:
             while line:
                 line = line[self._write_some(line) :]
         except BrokenPipeError:
             raise OutputClosedError(f"the reader of {self.name} is gone") from None
         except OSError as error:
-            if self.is_file:  # a file on a full disk ends with its last whole line
-                with suppress(OSError):
-                    os.ftruncate(self._fd, self._size)
+            with suppress(OSError):
+                self._cut_back()
             raise TinyvllmError(
                 f"cannot write to {self.name}: {error.strerror}; the answers so far are kept"
             ) from error
-        self._size = size
+        if self._end is not None:
+            self._end = os.lseek(self._fd, 0, os.SEEK_CUR)
+
+    def _cut_back(self) -> None:
+        """A file on a full disk ends with its last whole line, unless somebody else's text follows."""
+        if self._end is not None and os.lseek(self._fd, 0, os.SEEK_CUR) == os.fstat(self._fd).st_size:
+            os.ftruncate(self._fd, self._end)
+            os.lseek(self._fd, self._end, os.SEEK_SET)
 
     def _write_some(self, data: memoryview) -> int:
         try:
@@ -117,44 +123,63 @@ class ResultWriter:
             os.close(self._fd)
 
 
-def open_output(target: str, *, overwrite: bool, source: os.stat_result | None) -> ResultWriter:
-    """Open OUTPUT ("-": standard output) and lock it. `source`: what the input is, which must be another file.
+def open_output(target: str, *, overwrite: bool, used: Mapping[str, os.stat_result]) -> ResultWriter:
+    """Open OUTPUT ("-": standard output) and lock it. `used`: files it must not be, by what they are called.
 
-    UsageError where it exists and may not be overwritten, is the input, is another run's, or cannot be opened.
+    UsageError where it holds something and may not be overwritten, is one of `used`, is another run's, or cannot be
+    opened.
     """
     if target == "-":
-        return _open_stdout(source)
+        return _open_stdout(used)
     try:
-        return _open_file(Path(target), overwrite, source)
+        return _open_file(Path(target), overwrite, used)
     except OSError as error:
         raise UsageError(f"cannot open the output {target}: {error.strerror}") from None
 
 
-def _open_file(path: Path, overwrite: bool, source: os.stat_result | None) -> ResultWriter:
+def _open_file(path: Path, overwrite: bool, used: Mapping[str, os.stat_result]) -> ResultWriter:
     if path.is_dir():
         raise UsageError(f"the output {path} is a directory, wanted a file")
     if not path.parent.is_dir():
         raise UsageError(f"the output's directory {path.parent} does not exist: make it first")
     exists = path.exists()
     if exists:
-        _refuse_same(path.stat(), source, str(path))
-        if path.is_file() and not overwrite:
-            raise UsageError(f"the output {path} exists: give --overwrite to replace it, or another name")
+        _refuse_same(path.stat(), used, str(path))
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return ResultWriter(fd, str(path))
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        _lock(fd, path)
+        # An empty one has nothing to lose: a run that was killed while its model loaded leaves it.
+        if os.fstat(fd).st_size and not overwrite:
+            raise UsageError(f"the output {path} exists: give --overwrite to replace it, or another name")
+    except UsageError:
         os.close(fd)
-        raise UsageError(f"the output {path} is in use: another run is writing to it") from None
-    except OSError:  # a file system without locks
-        pass
+        raise
     created = None if exists else Path(os.path.realpath(path))  # what a dangling link points to, not the link
     return ResultWriter(fd, str(path), is_file=True, created=created)
 
 
-def _open_stdout(source: os.stat_result | None) -> ResultWriter:
+def _lock(fd: int, path: Path) -> None:
+    """UsageError where another run has the file, or has just taken it away."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = not (path.exists() and os.path.samestat(path.stat(), os.fstat(fd)))
+    except BlockingIOError:
+        taken = True
+    except OSError:  # a file system without locks
+        return
+    if taken:
+        raise UsageError(f"the output {path} is in use: another run is writing to it")
+
+
+def _place(fd: int, status: os.stat_result) -> int | None:
+    """Where the next line goes in a regular file; None where others may write behind it (>>), or it is no file."""
+    appending = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND
+    return os.lseek(fd, 0, os.SEEK_CUR) if stat.S_ISREG(status.st_mode) and not appending else None
+
+
+def _open_stdout(used: Mapping[str, os.stat_result]) -> ResultWriter:
     name = "standard output"
     try:
         writable = fcntl.fcntl(STDOUT, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
@@ -162,10 +187,11 @@ def _open_stdout(source: os.stat_result | None) -> ResultWriter:
         writable = False
     if not writable:
         raise UsageError(f"{name} is closed: give -o FILE")
-    _refuse_same(os.fstat(STDOUT), source, name)
+    _refuse_same(os.fstat(STDOUT), used, name)
     return ResultWriter(STDOUT, name)
 
 
-def _refuse_same(output: os.stat_result, source: os.stat_result | None, name: str) -> None:
-    if source is not None and stat.S_ISREG(output.st_mode) and os.path.samestat(output, source):
-        raise UsageError(f"the output {name} is the input itself: give another name")
+def _refuse_same(output: os.stat_result, used: Mapping[str, os.stat_result], name: str) -> None:
+    for what, other in used.items():
+        if stat.S_ISREG(output.st_mode) and os.path.samestat(output, other):
+            raise UsageError(f"the output {name} is the {what} itself: give another name")

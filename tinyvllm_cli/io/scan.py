@@ -6,14 +6,13 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
 
 from tinyvllm_cli.errors import UsageError
-from tinyvllm_cli.io.fields import shown
-from tinyvllm_cli.io.prompts import Line, line_id, read_lines
+from tinyvllm_cli.io.prompts import Line, line_id, read_lines, same_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +24,24 @@ class Scan:
     lines: int  # that are not blank, in the whole file
 
 
-def scan_file(path: Path, *, text_lines: bool, limit: int | None) -> Scan:
-    """Read the file once, and a second time only where ids may be equal. UsageError for a custom_id given twice.
+def scan_file(stream: BinaryIO, name: str, *, text_lines: bool, limit: int | None) -> Scan:
+    """Read a file from its start, and again only where ids may be equal; it stands at its start afterwards.
 
-    Eight bytes a request are held, whatever the ids are.
+    UsageError for a custom_id given twice. Eight bytes a request are held, whatever the ids are.
     """
     hashes = array("Q")
     count = 0
-    with path.open("rb") as file:
-        for line in read_lines(file):
-            count += 1
-            if not text_lines:
-                hashes.append(_hash(line))
+    for line in read_lines(stream):
+        count += 1
+        if not text_lines:
+            hashes.append(_hash(line))
     suspects = _repeated(hashes)
     if suspects:
-        with path.open("rb") as file:
-            _refuse_repeats(path, read_lines(file, limit), suspects)
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        stream.seek(0)
+        _refuse_repeats(name, read_lines(stream, limit), suspects)
+    stream.seek(0)
+    sha256 = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+    stream.seek(0)
     return Scan(count if limit is None else min(count, limit), sha256, count)
 
 
@@ -59,16 +58,15 @@ def _repeated(hashes: array[int]) -> frozenset[int]:
     return frozenset(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
 
 
-def _refuse_repeats(path: Path, lines: Iterable[Line], suspects: frozenset[int]) -> None:
+def _refuse_repeats(name: str, lines: Iterable[Line], suspects: frozenset[int]) -> None:
     """Two ids with one hash need not be equal: compare them."""
-    first: dict[bytes, int] = {}
+    first: dict[bytes, tuple[int, bool]] = {}
     for line in _with_hash(lines, suspects):
-        earlier = first.setdefault(_key(line), line.number)
-        if earlier != line.number:
-            raise UsageError(
-                f"{path}: lines {earlier} and {line.number} have the same custom_id {shown(line_id(line)[0])}; "
-                "give each line its own, or leave custom_id out"
-            )
+        custom_id, own = line_id(line)
+        place = line.number, own
+        earlier = first.setdefault(_key(line), place)
+        if earlier != place:
+            raise UsageError(f"{name}: {same_id(custom_id, earlier, place)}")
 
 
 def _with_hash(lines: Iterable[Line], hashes: frozenset[int]) -> Iterator[Line]:

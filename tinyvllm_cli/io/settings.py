@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import msgspec
 
 from tinyvllm_cli.errors import RequestError, UsageError
-from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, read_field, read_setting
+from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, PROMPT_FIELDS, read_field, unknown_field
 from tinyvllm_cli.io.prompts import Defaults
+from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys
 from tinyvllm_cli.types import SamplingParams
-
-T = TypeVar("T")
 
 
 def read_settings(options: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
@@ -23,22 +25,46 @@ def read_settings(options: Mapping[str, Any], assignments: Iterable[str]) -> dic
     values: dict[str, Any] = {}
     for name, value in options.items():
         if value is not None:
-            values[name] = _checked(f"--{name.replace('_', '-')}", read_field, name, json.dumps(value).encode())
+            values[name] = _read_option(name, value)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals:
             raise UsageError(f"--set {assignment}: wanted NAME=VALUE, for example --set top_p=0.9")
         if name in values:
             raise UsageError(f"--set {assignment}: {name} is given twice")
-        values[name] = _checked("--set", read_setting, name, text)
+        values[name] = _read_assignment(name, text)
     return {name: value for name, value in values.items() if FIELDS[name].neutral is None}
 
 
-def _checked(option: str, read: Callable[[str, T], Any], name: str, value: T) -> Any:
+def _read_option(name: str, value: Any) -> Any:
     try:
-        return read(name, value)
+        return read_field(name, json.dumps(value).encode())
     except RequestError as error:
-        raise UsageError(f"{option}: {error.message}") from None
+        option = f"--{name.replace('_', '-')}"
+        raise UsageError(option + error.message.removeprefix(name)) from None
+
+
+def _read_assignment(name: str, text: str) -> Any:
+    """VALUE is JSON, else a string."""
+    try:
+        if name not in FIELDS:
+            raise unknown_field(name, FIELDS)
+        if FIELDS[name].neutral is None and name not in ANSWER_FIELDS | PROMPT_FIELDS:
+            raise RequestError("invalid_value", f"{name} belongs to one line and cannot be set for all", name)
+        return read_field(name, _as_json(name, text))
+    except RequestError as error:
+        raise UsageError(f"--set: {error.message}") from None
+
+
+def _as_json(name: str, text: str) -> bytes:
+    raw = text.encode()
+    refuse_deep(raw, name)
+    try:
+        msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return msgspec.json.encode(text)
+    refuse_equal_keys(text)
+    return raw
 
 
 def line_defaults(settings: Mapping[str, Any], suggested: Mapping[str, Any], *, raw: bool) -> Defaults:
@@ -49,12 +75,14 @@ def line_defaults(settings: Mapping[str, Any], suggested: Mapping[str, Any], *, 
     return Defaults(params=SamplingParams(**answer), raw=raw, **others)
 
 
-def read_system(value: str | None) -> str | None:
-    """The text of --system TEXT|@FILE; the line end that closes a file is not part of it."""
+def read_system(value: str | None) -> tuple[str | None, os.stat_result | None]:
+    """The text of --system TEXT|@FILE, and what the file is; the line end that closes it is not part of the text."""
     if value is None or not value.startswith("@"):
-        return value
+        return value, None
     try:
-        return Path(value[1:]).read_bytes().decode().removesuffix("\n").removesuffix("\r")
+        with Path(value[1:]).open("rb") as file:
+            text = file.read().decode().removesuffix("\n").removesuffix("\r")
+            return text, os.fstat(file.fileno())
     except OSError as error:
         raise UsageError(f"--system: cannot read {value[1:]}: {error.strerror}") from None
     except UnicodeDecodeError:

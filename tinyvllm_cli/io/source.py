@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
 import os
+import select
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,24 +22,49 @@ class Source:
 
     name: str  # as messages call it
     stream: BinaryIO
-    status: os.stat_result
+    status: os.stat_result  # as it was opened
     text_lines: bool  # .txt: a line is a prompt
-    path: Path | None  # None: standard input
+    named: bool  # by a path; else standard input
 
     @property
     def regular(self) -> bool:
         """Reading never waits for somebody else."""
         return stat.S_ISREG(self.status.st_mode)
 
+    @property
+    def twice(self) -> bool:
+        """It can be read once before the model is loaded, and again for the answers: the same bytes both times."""
+        return self.named and self.regular
+
+    def changed(self) -> bool:
+        """Somebody has written to it since it was opened."""
+        now = os.fstat(self.stream.fileno())
+        return (now.st_size, now.st_mtime_ns) != (self.status.st_size, self.status.st_mtime_ns)
+
+
+class _Raw(io.FileIO):
+    """A file for a BufferedReader, which takes "no data yet" of a non-blocking one for its end: this one waits.
+
+    It ends at `size` bytes where that is given, whatever is appended later.
+    """
+
+    def __init__(self, fd: int, *, size: int | None) -> None:
+        super().__init__(fd, "rb", closefd=fd != STDIN)
+        self._size = size
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        room = memoryview(buffer)
+        if self._size is not None:
+            room = room[: max(0, self._size - self.tell())]
+        while (count := super().readinto(room)) is None:
+            select.select([self], [], [])
+        return count
+
 
 def open_source(name: str) -> Source:
     """INPUT of `run`: a .jsonl or .txt file, or - for JSON lines on standard input. UsageError for anything else."""
     if name == "-":
-        try:
-            # Not sys.stdin: a reader that still waits would hold its lock when the interpreter ends.
-            return _source("standard input", STDIN, text_lines=False, path=None)
-        except OSError:
-            raise UsageError("standard input is closed, wanted JSON lines") from None
+        return _open_stdin()
     path = Path(name)
     suffix = path.suffix.lower()
     if suffix not in {".jsonl", ".txt"}:
@@ -44,10 +72,24 @@ def open_source(name: str) -> Source:
     try:
         if path.is_dir():
             raise UsageError(f"the input {name} is a directory, wanted a .jsonl or .txt file")
-        return _source(name, os.open(path, os.O_RDONLY | os.O_CLOEXEC), text_lines=suffix == ".txt", path=path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError(f"cannot read the input {name}: {error.strerror}") from None
+    return _source(name, fd, text_lines=suffix == ".txt", named=True)
 
 
-def _source(name: str, fd: int, *, text_lines: bool, path: Path | None) -> Source:
-    return Source(name, open(fd, "rb", closefd=fd != STDIN), os.fstat(fd), text_lines, path)
+def _open_stdin() -> Source:
+    try:
+        readable = fcntl.fcntl(STDIN, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+    except OSError:
+        readable = False
+    if not readable:
+        raise UsageError("standard input cannot be read, wanted JSON lines there")
+    # Not sys.stdin: a reader that still waits would hold its lock when the interpreter ends.
+    return _source("standard input", STDIN, text_lines=False, named=False)
+
+
+def _source(name: str, fd: int, *, text_lines: bool, named: bool) -> Source:
+    status = os.fstat(fd)
+    size = status.st_size if named and stat.S_ISREG(status.st_mode) else None
+    return Source(name, io.BufferedReader(_Raw(fd, size=size)), status, text_lines, named)

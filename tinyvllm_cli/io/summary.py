@@ -54,15 +54,14 @@ class Progress:
     done: int
     failed: int
     total: int | None  # None: the input is a pipe
-    prompt_tokens: int
+    prompt_tokens: int  # of the answered requests, as completion_tokens
     completion_tokens: int
-    elapsed_s: float
-    answer_tokens: int = 0  # completion tokens of the finished requests alone
+    made_tokens: int  # completion tokens with those of unfinished answers
+    elapsed_s: float  # since the first request could start
 
     @property
     def tokens_per_s(self) -> float:
-        """Completion tokens over the time since the first request could start."""
-        return self.completion_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+        return self.made_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
     @property
     def seconds_left(self) -> float | None:
@@ -72,7 +71,7 @@ class Progress:
         if self.done == self.total:
             return 0.0
         # Many answers finish together after a long time without any, so that requests a second would mislead.
-        expected = self.answer_tokens / self.done * self.total - self.completion_tokens
+        expected = self.completion_tokens / self.done * self.total - self.made_tokens
         return expected / self.tokens_per_s if expected > 0 and self.tokens_per_s > 0 else None
 
     def as_json(self) -> dict[str, float | int | None]:

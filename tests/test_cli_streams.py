@@ -1,0 +1,181 @@
+"""The streams of `tinyvllm run`: pipes, closed ends, signals and the terminal."""
+
+import json
+import os
+import pty
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import CASES, TINYVLLM, read_answers, write_lines
+from tiny import make_tiny_model
+
+from tinyvllm_cli.cli.signals import Interrupted, Interrupts
+from tinyvllm_cli.errors import EXIT_PIPE
+
+LINES = [{"custom_id": i, "prompt": f"Number {i}", "max_tokens": 3} for i in range(6)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINYVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("TINYVLLM_MODEL", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def start(tiny: Path, *options: str | Path, **streams: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*TINYVLLM, "run", "-", "-m", str(tiny), *map(str, options)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **streams,
+    )
+
+
+def first_answer(run: subprocess.Popen[bytes], custom_id: int) -> None:
+    """Write a line and wait for its answer, while standard input stays open."""
+    assert run.stdin is not None and run.stdout is not None
+    run.stdin.write(json.dumps({"custom_id": custom_id, "prompt": "x", "max_tokens": 2}).encode() + b"\n")
+    run.stdin.flush()
+    assert json.loads(run.stdout.readline())["custom_id"] == custom_id
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_run_that_waits_for_a_slow_pipe(tiny: Path, tmp_path: Path, signum: signal.Signals):
+    run = start(tiny, "--record", tmp_path / "r.json")
+    first_answer(run, 1)
+    first_answer(run, 2)
+    run.send_signal(signum)
+    assert run.wait(15) == 128 + signum
+    out, err = run.communicate()
+    assert out == b"" and b"2 ok, 0 failed" in err and b"Traceback" not in err
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["state"] == "stopped" and found["progress"]["done"] == 2
+
+
+def test_a_reader_that_has_enough(tiny: Path):
+    run = start(tiny)
+    assert run.stdin is not None and run.stdout is not None and run.stderr is not None
+    first_answer(run, 1)
+    run.stdout.close()
+    run.stdin.write((CASES / "c06_pipe.jsonl").read_bytes())
+    run.stdin.close()
+    assert run.wait(15) == EXIT_PIPE
+    said = run.stderr.read()
+    assert [line.split()[0] for line in said.decode().splitlines()] == ["model:", "prompts:", "answers:"]
+    run.stderr.close()
+
+
+def test_help_that_nobody_reads_on_is_quiet():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    ended = subprocess.run([*TINYVLLM, "run", "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False)
+    os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (EXIT_PIPE, b"")
+
+
+def test_closed_standard_streams(tiny: Path, tmp_path: Path):
+    source = write_lines(tmp_path / "in.jsonl", LINES)
+    command = " ".join([*TINYVLLM, "run", str(source), "-m", str(tiny)])
+    closed = subprocess.run(f"{command} >&-", shell=True, capture_output=True, check=False)
+    assert closed.returncode == 2 and b"standard output is closed" in closed.stderr
+    silent = subprocess.run(f"{command} 2>&-", shell=True, capture_output=True, check=False)
+    assert silent.returncode == 0 and len(read_answers(silent.stdout)) == len(LINES)
+
+
+HANGING = """
+import signal, sys, time
+from tinyvllm_cli.cli.signals import Interrupts
+interrupts = Interrupts()
+interrupts.install()
+with interrupts.hold():
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.1)
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    with subprocess.Popen([sys.executable, "-c", HANGING], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert process.poll() is None, "the first one waits"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 130
+
+
+def test_a_signal_is_held_until_the_block_ends():
+    interrupts, done = Interrupts(), []
+    before = {signum: signal.getsignal(signum) for signum in (2, 15, 1, signal.SIGALRM)}
+    try:
+        interrupts.install()
+        with pytest.raises(Interrupted) as caught, interrupts.hold():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("the rest of the block")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert done and caught.value.exit_code == 143
+
+
+def test_nothing_is_hidden_where_a_stream_cannot_be_used(tiny: Path, tmp_path: Path):
+    """Said in a sentence, and no exit code of success."""
+    run = " ".join([*TINYVLLM, "run", "-", "-m", str(tiny)])
+    for command, code, said in (
+        (f"{run} 0>{tmp_path / 'w'}", 2, b"standard input cannot be read"),
+        (f"{run} 0<&-", 2, b"standard input cannot be read"),
+        (" ".join([*TINYVLLM, "--version", ">&-"]), 1, b"error: "),
+        (" ".join([*TINYVLLM, "--version", ">/dev/full"]), 1, b"error: No space left"),
+    ):
+        ended = subprocess.run(command, shell=True, capture_output=True, check=False)
+        assert (ended.returncode, ended.stdout) == (code, b"") and said in ended.stderr, command
+        assert ended.stderr.count(b"\n") == 1
+
+
+def test_a_full_disk_under_standard_output_leaves_whole_lines(tiny: Path, tmp_path: Path):
+    """A limit of the size of files is as good as a full disk."""
+    out, room = tmp_path / "out.jsonl", 1000
+    with out.open("wb") as file:
+        ended = subprocess.run(
+            [*TINYVLLM, "run", str(write_lines(tmp_path / "in.jsonl", LINES)), "-m", str(tiny)],
+            stdout=file,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+            check=False,
+        )
+    assert ended.returncode == 1 and b"cannot write to standard output" in ended.stderr
+    assert 0 < len(read_answers(out)) < len(LINES)
+
+
+def test_an_interrupt_while_the_first_modules_load_is_quiet(tmp_path: Path):
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    ended = subprocess.run(TINYVLLM, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+
+
+def test_a_second_signal_leaves_the_line_of_the_bar():
+    leader, follower = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, stderr=follower) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        assert process.wait(5) == 130
+    os.close(follower)
+    assert os.read(leader, 100) == b"\r\n"
+    os.close(leader)

@@ -1,0 +1,64 @@
+"""Where an input comes from never changes what is read: slow, non-blocking or growing, every line once and whole."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tinyvllm_cli.errors import UsageError
+from tinyvllm_cli.io.prompts import read_lines
+from tinyvllm_cli.io.source import open_source
+
+
+def test_a_non_blocking_pipe_has_no_early_end(tmp_path: Path):
+    """Its writer is slower than its reader, and stops in the middle of a line."""
+    path = tmp_path / "in.jsonl"
+    os.mkfifo(path)
+    parts = [b'{"prompt": ', b'"a"}\n', b'{"prompt": "b"}\n{"pro', b'mpt": "c"}']
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            for part in parts:
+                file.write(part)
+                time.sleep(0.02)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with open_source(str(path)).stream as stream:
+        os.set_blocking(stream.fileno(), False)
+        lines = [line.text for line in read_lines(stream)]
+    writer.join()
+    assert lines == b"".join(parts).split(b"\n")
+
+
+def test_what_is_appended_later_is_not_read(tmp_path: Path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"1\n2\n")
+    source = open_source(str(path))
+    with source.stream as stream:
+        assert source.twice and not source.changed()
+        with path.open("ab") as file:
+            file.write(b"3\n" * 10_000)
+        for _ in range(2):
+            stream.seek(0)
+            assert [line.text for line in read_lines(stream)] == [b"1", b"2"]
+        assert source.changed()
+
+
+def test_a_file_that_takes_the_inputs_name_is_not_read(tmp_path: Path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"1\n")
+    with open_source(str(path)).stream as stream:
+        (tmp_path / "other").write_bytes(b"2\n3\n")
+        (tmp_path / "other").replace(path)
+        assert [line.text for line in read_lines(stream)] == [b"1"]
+
+
+@pytest.mark.parametrize("name", ["in.csv", "no.jsonl", "folder.jsonl"])
+def test_what_is_no_input(tmp_path: Path, name: str):
+    (tmp_path / "in.csv").touch()
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(UsageError, match=name):
+        open_source(str(tmp_path / name))

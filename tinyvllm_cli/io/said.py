@@ -1,0 +1,18 @@
+"""Lines for people on standard error, one printable line each, whatever the names in them hold."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+
+
+def printable(text: str) -> str:
+    """Escapes what would move the cursor, end the line or be no text: names of files and models may hold it."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def warn(line: str) -> None:
+    """A line on standard error, whatever has become of it: a run outlives the terminal it was started from."""
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            print(printable(line), file=sys.stderr, flush=True)

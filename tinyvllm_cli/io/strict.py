@@ -1,0 +1,49 @@
+"""What JSON must be besides valid: nested no deeper than a fixed limit, and with no key twice in an object."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tinyvllm_cli.errors import RequestError
+from tinyvllm_cli.io.fields import shown
+
+MAX_DEPTH = 100  # objects and arrays inside each other; far below where any parser's own stack ends
+# Possessive, so that a long string costs no memory for ways back.
+STRING_OR_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{]|[\]}]', re.DOTALL)
+
+
+def too_deep(text: bytes) -> bool:
+    """Whether brackets outside strings open more than MAX_DEPTH levels. The text need not be JSON."""
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for match in STRING_OR_BRACKET.finditer(text):
+        token = match[0]
+        depth += (token in b"[{") - (token in b"]}")
+        if depth > MAX_DEPTH:
+            return True
+    return False
+
+
+def refuse_deep(text: bytes, what: str) -> None:
+    """RequestError invalid_json where `text`, called `what`, is too_deep()."""
+    if too_deep(text):
+        raise RequestError("invalid_json", f"{what} is nested too deeply, wanted at most {MAX_DEPTH} levels")
+
+
+def refuse_equal_keys(text: str) -> None:
+    """RequestError invalid_json where an object of this JSON has a key twice: parsers keep one of them in silence.
+
+    ValueError where it is no JSON.
+    """
+    json.loads(text, object_pairs_hook=_once, parse_int=str, parse_float=str)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise RequestError("invalid_json", f"the field {shown(key)} stands twice in an object, wanted it once")
+        seen.add(key)
