@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -24,15 +25,9 @@ class KVCache:
     """
 
     def __init__(self, config: ModelConfig, num_blocks: int) -> None:
-        """np.empty: memory is taken from the system only as blocks are written."""
+        """Memory is taken from the system only as blocks are written. ModelError where it refuses so much."""
         shape = (config.num_layers, 2, config.num_kv_heads, num_blocks, BLOCK_SIZE, config.head_dim)
-        try:
-            self.blocks: F32 = np.empty(shape, np.float32)
-        except MemoryError:  # the system promises no more than it has, or a limit is set on the process
-            raise ModelError(
-                f"the system refuses {math.prod(shape) * 4 >> 20} MiB for the KV cache: "
-                "give fewer --slots or a smaller --max-model-len"
-            ) from None
+        self.blocks: F32 = _untouched(math.prod(shape)).reshape(shape)
         self.tokens: F32 = self.blocks.reshape(*shape[:3], -1, config.head_dim)
 
     def write(self, layer: int, which: int, kv_rows: I32, heads: F32) -> None:
@@ -54,6 +49,23 @@ class KVCache:
     def copy(self, pairs: Seq[tuple[int, int]]) -> None:
         for source, target in pairs:
             self.blocks[:, :, :, target] = self.blocks[:, :, :, source]
+
+
+def _untouched(size: int) -> F32:
+    """Floats [size] that take memory a small page at a time.
+
+    np.empty asks for huge pages, and each of the pool's many regions (a head of a layer) would take one for its first
+    block: half a gigabyte before anything is full.
+    """
+    try:
+        memory = mmap.mmap(-1, 4 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):  # the system promises no more than it has, or a limit is set on the process
+        raise ModelError(
+            f"the system refuses {4 * size >> 20} MiB for the KV cache: give fewer --slots or a smaller --max-model-len"
+        ) from None
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.float32)
 
 
 def pool_size(config: ModelConfig, engine: EngineConfig, num_blocks: int | None) -> tuple[int, int]:
