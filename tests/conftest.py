@@ -1,10 +1,12 @@
-"""The default model for the tests marked `model`; TINYVLLM_NO_MODEL_TESTS=1 deselects them."""
+"""Fixtures of many tests. TINYVLLM_NO_MODEL_TESTS=1 deselects those marked `model`, which need the default one."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tiny import make_tiny_model
 
 from tinyvllm_cli.config import DEFAULT_MODEL
 
@@ -27,3 +29,18 @@ def default_model() -> Path:
     from tinyvllm_cli.model.hub import find_model
 
     return find_model(DEFAULT_MODEL).path
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder of the module's own, and no model in the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINYVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("TINYVLLM_MODEL", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with random weights; nobody changes it."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

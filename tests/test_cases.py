@@ -18,17 +18,7 @@ from tinyvllm_cli.text.codec import TextCodec
 from tinyvllm_cli.text.tokenizer import load_tokenizer
 from tinyvllm_cli.types import Completion, Request, SlotOptions
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINYVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", generation={"max_length": 99})
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")

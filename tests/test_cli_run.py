@@ -4,7 +4,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,9 @@ from tinyvllm_cli.backends.cpu.machine import available_cpus
 from tinyvllm_cli.cli import COMMANDS, exit_code, tinyvllm
 from tinyvllm_cli.errors import OutputClosedError
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 LINES = [{"custom_id": i, "prompt": f"Number {i}", "max_tokens": 3 + i % 4, "ignore_eos": True} for i in range(6)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINYVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.delenv("TINYVLLM_MODEL", raising=False)
-        yield
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

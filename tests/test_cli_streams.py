@@ -8,31 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import CASES, TINYVLLM, read_answers, write_lines
-from tiny import make_tiny_model
 
 from tinyvllm_cli.cli.signals import Interrupted, Interrupts
 from tinyvllm_cli.errors import EXIT_PIPE
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 LINES = [{"custom_id": i, "prompt": f"Number {i}", "max_tokens": 3} for i in range(6)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINYVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.delenv("TINYVLLM_MODEL", raising=False)
-        yield
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def start(tiny: Path, *options: str | Path, **streams: Any) -> subprocess.Popen[bytes]:
