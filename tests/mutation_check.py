@@ -71,8 +71,8 @@ MUTATIONS = (
     Mutation(
         "EOS is not masked before min_tokens",
         "tinyvllm_cli/engine/sampling.py",
-        "min_position=prompt_len + params.min_tokens",
-        "min_position=prompt_len",
+        "prompt_len + params.min_tokens",
+        "prompt_len",
         ("tests/test_sampling.py",),
     ),
 )

@@ -49,7 +49,7 @@ def subject(checkpoint: Checkpoint) -> Subject:
         make=lambda **limits: backend_over(checkpoint, **limits),
         fill=fill,
         kv=lambda backend, block: backend._cache.blocks[:, :, :, block],
-        tokens=lambda backend, slot: backend._token_table[slot],
+        tokens=lambda backend, slot: backend._slots.token_table[slot],
     )
 
 
@@ -169,7 +169,7 @@ def test_a_context_costs_what_is_used_of_it(checkpoint: Checkpoint, monkeypatch:
     backend = backend_over(endless, num_blocks=None, slots=3)
     run = Run(prompt(6))
     run.prefill(backend)
-    peak = tracemalloc.get_traced_memory()[1] - backend._cache.blocks.nbytes - backend._token_table.nbytes
+    peak = tracemalloc.get_traced_memory()[1] - backend._cache.blocks.nbytes - backend._slots.token_table.nbytes
     tracemalloc.stop()
     assert backend.limits.max_seq_len > 10**6
     assert peak < 10_000_000

@@ -98,7 +98,7 @@ def test_a_prompt_that_leaves_no_room_is_an_error_and_the_others_go_on(prompt_le
     engine.add(request(1, (5,), max_tokens=3, ignore_eos=True))
     failed, good = (e for e in finish(engine) if isinstance(e, Completion))
     assert (failed.choices, failed.usage, failed.stats) == ((), None, None)
-    assert failed.error.type == "prompt_too_long" and failed.error.field == "prompt"
+    assert failed.error.type == "prompt_too_long" and failed.error.field == "prompt_token_ids"
     assert f"{prompt_len} tokens" in failed.error.message and "128" in failed.error.message
     assert good.usage == Usage(1, 3)
 

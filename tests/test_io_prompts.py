@@ -175,7 +175,7 @@ def test_types_and_ranges_are_strict_and_the_error_names_the_field(name: str, wr
         ("stop", ["b", "a"], ("b", "a")),
         ("stop", [], ()),
         ("stop_token_ids", [3, 2], (3, 2)),
-        ("logit_bias", {"7": 100, "2": -0.5}, ((7, 100.0), (2, -0.5))),
+        ("logit_bias", {"7": 100, "2": -0.5}, ((2, -0.5), (7, 100.0))),
         ("min_p", 0, 0.0),
     ],
 )

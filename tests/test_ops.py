@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
+from tinyvllm_cli.backends.cpu import backend as backend_module
 from tinyvllm_cli.backends.cpu import ops
 from tinyvllm_cli.backends.cpu.gemm import MAX_TILED_ROWS, MAX_TRANSPOSED_ROWS, Device
 from tinyvllm_cli.backends.cpu.kv import KVCache
 from tinyvllm_cli.backends.cpu.rows import Rows, resolve_rows
+from tinyvllm_cli.backends.cpu.slots import Slots
 from tinyvllm_cli.config import ModelConfig, RopeConfig
 from tinyvllm_cli.model import llama
 from tinyvllm_cli.model.parameters import Weight
@@ -25,7 +27,7 @@ Array = npt.NDArray[np.float32]
 
 HQ, HKV, D, H, INNER, V = 6, 2, 8, 32, 72, 1000
 BLOCKS, SLOTS = 60, 8
-EPS = 1e-5
+EPS = 0.1  # large enough to be seen
 LIMITS = Limits(BLOCKS, 16, 2048, SLOTS, 640, V, 1)
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -94,7 +96,7 @@ def rows_of(sequences: list[Sequence], logits_indices: list[int] | None = None) 
         logits_indices=indices,
         sample_slots=np.zeros_like(indices),
     )
-    return resolve_rows(batch, LIMITS, np.zeros((SLOTS, 640), np.int32), np.zeros(SLOTS, np.int32))
+    return resolve_rows(batch, LIMITS, Slots(SLOTS, 640))
 
 
 def some_rows(count: int) -> Rows:
@@ -259,7 +261,7 @@ def test_qkv_rope_write(sequences: list[Sequence], extras: bool, device: Device)
     heads_q, heads_k, heads_v = y[:, :HQ], y[:, HQ : HQ + HKV], y[:, HQ + HKV :]
     if extras:
         heads_q, heads_k = normed(heads_q, q_norm), normed(heads_k, k_norm)
-    close(q, rotated(heads_q, rows.positions) / np.sqrt(D))
+    close(q, rotated(heads_q, rows.positions))
     blocks, offsets = rows.kv_rows // 16, rows.kv_rows % 16
     close(cache.blocks[1, 0, :, blocks, offsets], rotated(heads_k, rows.positions))
     close(cache.blocks[1, 1, :, blocks, offsets], heads_v)
@@ -281,10 +283,20 @@ def test_attention(sequences: list[Sequence], device: Device):
         for position in range(sequence.computed, length):
             for head in range(HQ):
                 keys, values = k[: position + 1, head // 3], v[: position + 1, head // 3]
-                weights = np.exp(keys.astype(np.float64) @ q[row, head])
+                weights = np.exp(keys.astype(np.float64) @ q[row, head] / np.sqrt(D))
                 expected[row, head] = weights @ values / weights.sum()
             row += 1
     close(ops.attention(device, q, cache, rows, layer=1), expected.reshape(len(q), -1))
+
+
+def test_attention_of_far_scores_is_the_value_of_the_nearest_key(device: Device):
+    """exp of a score itself would be infinite."""
+    rows, cache = rows_of([Sequence(0, [5], 2, 1)]), KVCache(CONFIG, BLOCKS)
+    cache.blocks[:] = 0
+    cache.blocks[1, 0, :, 5, 1] = 100
+    cache.blocks[1, 1, :, 5, :3] = np.array([1, 2, 3])[:, None]
+    q = np.full((1, HQ, D), 100, np.float32)
+    close(ops.attention(device, q, cache, rows, layer=1), np.full((1, HQ * D), 2))
 
 
 # ---------------------------------------------------------------- how rows are grouped
@@ -331,4 +343,5 @@ def test_consecutive_blocks_are_read_where_they_lie():
 
 def test_the_forward_needs_the_ops_that_are_declared():
     source = inspect.getsource(llama)
-    assert {name for name in ops.__all__ if f"ops.{name}(" in source} | {"sample"} == set(ops.__all__)
+    used = source + inspect.getsource(backend_module)
+    assert {name for name in ops.__all__ if f"ops.{name}(" in used} == set(ops.__all__)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyvllm_cli.backends.cpu.sample import gumbel, gumbel_from_words, philox4x32_10, sample, sample_row
+from tinyvllm_cli.backends.cpu.sample import gumbel, gumbel_from_words, philox4x32_10, sample_row, sample_rows
 from tinyvllm_cli.types import SlotOptions
 
 pytestmark = pytest.mark.filterwarnings("error")  # an overflow or a NaN on the way is a fault
@@ -137,13 +137,13 @@ def test_a_row_knows_no_neighbour(options):
         batch[-1 - r], slots[-1 - r] = row, replace(options, seed=9)
         positions = np.arange(6, dtype=np.int32)
         positions[-1 - r] = 40 + r
-        drawn = sample(batch, slots, positions, 690)
+        drawn = sample_rows(batch, slots, positions, 690)
         assert drawn.dtype == np.int32
         assert drawn[-1 - r] == alone[r]
 
 
 def test_no_rows_give_no_tokens():
-    assert sample(random_rows(0, 8), [], np.zeros(0, np.int32), 8).shape == (0,)
+    assert sample_rows(random_rows(0, 8), [], np.zeros(0, np.int32), 8).shape == (0,)
 
 
 @pytest.mark.parametrize("options", [SlotOptions(), *FILTERS], ids=str)
@@ -158,9 +158,9 @@ def test_ids_past_the_tokenizer_never_come_out(options):
 @pytest.mark.parametrize("options", [SlotOptions(), *FILTERS, SlotOptions(logit_bias=((17, -100.0),))], ids=str)
 def test_a_row_that_is_not_finite_gives_no_token_and_harms_no_other(bad, place, options):
     rows = random_rows(3, 64)
-    clean = sample(rows, [options] * 3, np.arange(3, dtype=np.int32), 60)
+    clean = sample_rows(rows, [options] * 3, np.arange(3, dtype=np.int32), 60)
     rows[1, place] = bad
-    assert sample(rows, [options] * 3, np.arange(3, dtype=np.int32), 60).tolist() == [clean[0], -1, clean[2]]
+    assert sample_rows(rows, [options] * 3, np.arange(3, dtype=np.int32), 60).tolist() == [clean[0], -1, clean[2]]
 
 
 @pytest.mark.parametrize("options", [SlotOptions(), *FILTERS], ids=str)

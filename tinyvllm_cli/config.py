@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tinyvllm_cli.errors import UsageError
+
 DtypeName = Literal["float32", "bfloat16", "float16"]
 BLOCK_SIZE = 16  # tokens of a KV block
 DEFAULT_MODEL = "smollm2-135m-instruct"  # a name of model/catalogue.py
@@ -56,3 +58,9 @@ class EngineConfig:
     dtype: DtypeName = "float32"
     threads: int | None = None  # None: the CPUs this process may use
     seed: int = 0  # of the run; requests without their own derive theirs from it
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "max_model_len", "max_batch_tokens", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}, wanted at least 1")

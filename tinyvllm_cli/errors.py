@@ -6,10 +6,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1  # could not start or finish: model, memory, disk, device
 EXIT_USAGE = 2  # the command line
 EXIT_SOME_FAILED = 3  # finished, some lines failed
-EXIT_SIGHUP = 129
-EXIT_SIGINT = 130
 EXIT_PIPE = 141
-EXIT_SIGTERM = 143
 
 FailureType = Literal[
     "invalid_json",

@@ -64,6 +64,13 @@ class Request:
     params: SamplingParams = SamplingParams()
     metadata_json: bytes | None = None  # the JSON text of the line's metadata, copied to the answer; None: it has none
 
+    @property
+    def prompt_field(self) -> str:
+        """Which of the three holds the prompt, for errors."""
+        if self.prompt_token_ids is not None:
+            return "prompt_token_ids"
+        return "prompt" if self.messages is None else "messages"
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -153,13 +160,13 @@ class SlotOptions:
     """How tokens are drawn for the sequence in a slot."""
 
     temperature: float = 0.0  # below GREEDY_BELOW: greedy
-    top_k: int = 0  # 0: no limit
+    top_k: int = 0  # i32; 0: no limit
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0  # 64 bits
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_ids: tuple[int, ...] = ()  # EOS and stop ids: masked at positions before min_position
-    min_position: int = 0  # first position at which one of stop_ids may stand
+    min_position: int = 0  # i32; first position at which one of stop_ids may stand
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def show(name: str, revision: str | None) -> None:
       tinyvllm models show smollm2-135m-instruct
       tinyvllm models show ./my-model
     """
-    from tinyvllm_cli.model.describe import describe
+    from tinyvllm_cli.describe import describe
     from tinyvllm_cli.model.hub import find_model
 
     _echo_table(describe(find_model(name, revision=revision, fetch=False)))

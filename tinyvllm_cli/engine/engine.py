@@ -112,6 +112,7 @@ class Engine:
         events: list[Event] = []
         while len(self._in_flight) < self._limits.max_in_flight and self._enqueue():
             pass
+        assert self._in_flight or not self._live, "sequences wait and nothing runs that could make room for them"
         if self._in_flight:
             pending, sampled = self._in_flight.popleft()
             token_ids = pending.result().token_ids[0].tolist()
@@ -133,22 +134,22 @@ class Engine:
         """Tokens, room and text of a request. RequestError where it cannot be answered."""
         prompt_ids = self._codec.encode(request)
         assert prompt_ids, "an empty prompt is refused where it is encoded"
-        prompt_len, context = len(prompt_ids), self._limits.max_seq_len
+        prompt_len, context, field = len(prompt_ids), self._limits.max_seq_len, request.prompt_field
         if prompt_len >= context:
             raise RequestError(
                 "prompt_too_long",
-                f"prompt: found {prompt_len} tokens, wanted at most {context - 1} (the context holds {context}, "
+                f"{field}: found {prompt_len} tokens, wanted at most {context - 1} (the context holds {context}, "
                 "one is for the answer): shorten it, or raise --max-model-len where model and memory allow it",
-                "prompt",
+                field,
             )
         max_len = min(prompt_len + request.params.max_tokens, context)
         needed, held = self._batcher.blocks_needed(max_len), self._limits.num_blocks - 1
         if needed > held:
             raise RequestError(
                 "prompt_too_long",
-                f"prompt: found {prompt_len} tokens, which with an answer of {max_len - prompt_len} need {needed} KV "
+                f"{field}: found {prompt_len} tokens, which with an answer of {max_len - prompt_len} need {needed} KV "
                 f"blocks of {self._limits.block_size} tokens, and memory holds {held}: shorten it or lower max_tokens",
-                "prompt",
+                field,
             )
         options = slot_options(request, prompt_len, run_seed=self._run_seed, eos_token_ids=self._eos_token_ids)
         sequence = Sequence(request, prompt_ids, prompt_len, max_len, options)
@@ -162,7 +163,7 @@ class Engine:
         now = self._clock()
         for sequence in plan.admitted:
             assert sequence.slot is not None
-            self._live[sequence.request.request_id].times.first_slot = now
+            self._live[sequence.request.request_id].times.enter_slot(now)
             self._backend.bind(sequence.slot, sequence.token_ids, sequence.options)
         self._in_flight.append((self._backend.step(plan.batch), plan.sampled))
         self.stats.steps += 1

@@ -10,6 +10,8 @@ from typing import Any
 
 from tinyvllm_cli.types import Request, SamplingParams, SlotOptions
 
+LARGEST = 2**31 - 1  # what a device's integers hold: more than any vocabulary or context
+
 
 def slot_options(request: Request, prompt_len: int, *, run_seed: int, eos_token_ids: Sequence[int]) -> SlotOptions:
     """How the tokens of a request with prompt_len prompt tokens are drawn.
@@ -22,13 +24,13 @@ def slot_options(request: Request, prompt_len: int, *, run_seed: int, eos_token_
     stop_ids = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
     return SlotOptions(
         temperature=params.temperature,
-        top_k=params.top_k,
+        top_k=min(params.top_k, LARGEST),
         top_p=params.top_p,
         min_p=params.min_p,
         seed=request_seed(request, run_seed),
         logit_bias=params.logit_bias,
         stop_ids=tuple(dict.fromkeys(stop_ids)),
-        min_position=prompt_len + params.min_tokens,
+        min_position=min(prompt_len + params.min_tokens, LARGEST),
     )
 
 
@@ -46,7 +48,7 @@ def request_seed(request: Request, run_seed: int) -> int:
 
 
 def canonical_json(value: Any) -> bytes:
-    """JSON with sorted keys, no spaces, in UTF-8: equal values give equal bytes, and 17 and "17" different ones."""
+    """JSON with sorted keys, no spaces, in UTF-8: the order of keys is no difference; 17, 17.0 and "17" are."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "surrogatepass")  # half a surrogate pair in a string is no reason to fail
 

@@ -16,6 +16,11 @@ class Timeline:
     first_token: float | None = None
     last_token: float | None = None
 
+    def enter_slot(self, now: float) -> None:
+        """The request got a slot; of several times the first counts."""
+        if self.first_slot is None:
+            self.first_slot = now
+
     def token(self, now: float) -> None:
         """A token was read back."""
         if self.first_token is None:
@@ -46,7 +51,7 @@ class EngineStats:
     slot_steps: int = 0  # slots taken, summed over the steps
     peak_blocks: int = 0  # KV blocks held at once, at most
     prompt_tokens: int = 0  # of requests that got a first token
-    completion_tokens: int = 0  # tokens read back and counted to an answer
+    completion_tokens: int = 0  # tokens read back, those of answers that failed later included
 
     @property
     def mean_slots_busy(self) -> float:

@@ -50,7 +50,7 @@ def _stop(raw: bytes) -> tuple[str, ...]:
 
 def _logit_bias(raw: bytes) -> tuple[tuple[int, float], ...]:
     bias = msgspec.json.decode(raw, type=dict[int, Annotated[float, Meta(ge=-100, le=100)]])
-    return tuple(bias.items())
+    return tuple(sorted(bias.items()))  # the order of keys is no difference
 
 
 _COUNT = Annotated[int, Meta(ge=0)]

@@ -57,17 +57,16 @@ class Item(Protocol):
     def array(self) -> npt.NDArray[Any]: ...
 
 
-def collect_parameters(items: Iterable[Item], place: Callable[[npt.NDArray[Any]], Array]) -> Parameters:
+def collect_parameters(items: Iterable[Item], place: Callable[[Item], Weight | Array]) -> Parameters:
     """Take tensors one at a time, each placed (copied, rounded, uploaded) before the next is asked for.
 
+    place makes a matrix a Weight and leaves a vector (norm, bias) an array, both as the backend holds them.
     A missing or unknown kind is a TypeError of the dataclasses above: layout.py has checked the checkpoint by then.
     """
     outer: dict[str, Any] = {}
     layers: dict[int, dict[str, Any]] = {}
     for item in items:
-        array = place(item.array)
-        value = Weight(array) if array.ndim == 2 else array
         fields = outer if item.layer is None else layers.setdefault(item.layer, {})
-        fields[item.kind] = value
+        fields[item.kind] = place(item)
     outer.setdefault("head", outer["embed"])
     return Parameters(layers=tuple(LayerWeights(**layers[index]) for index in sorted(layers)), **outer)

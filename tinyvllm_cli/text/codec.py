@@ -58,8 +58,8 @@ class TextCodec:
             raise RequestError("invalid_value", message, "continue_final_message")
         ids = self._encode_prompt(request)
         if not ids:
-            raise RequestError("empty_prompt", "the prompt has no tokens", _prompt_field(request))
-        self._check_ids(_prompt_field(request), ids)
+            raise RequestError("empty_prompt", "the prompt has no tokens", request.prompt_field)
+        self._check_ids(request.prompt_field, ids)
         return ids
 
     def answer(self, request: Request, prompt_ids: Sequence[int]) -> Answer:
@@ -170,8 +170,3 @@ def _check_last(messages: Sequence[Message], continue_final: bool) -> None:
     if continue_final and not from_assistant:
         message = f"continue_final_message continues the assistant, but the last message is from {messages[-1].role}"
         raise RequestError("invalid_value", message, "continue_final_message")
-
-
-def _prompt_field(request: Request) -> str:
-    fields = {"prompt_token_ids": request.prompt_token_ids, "messages": request.messages}
-    return next((name for name, value in fields.items() if value is not None), "prompt")

@@ -16,9 +16,10 @@ from tinyvllm_cli.backends.cpu.gemm import Device
 from tinyvllm_cli.backends.cpu.kv import KVCache, pool_size
 from tinyvllm_cli.backends.cpu.machine import available_cpus
 from tinyvllm_cli.backends.cpu.rows import Rows, resolve_rows
+from tinyvllm_cli.backends.cpu.slots import Slots
 from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, ModelConfig
 from tinyvllm_cli.model.llama import forward
-from tinyvllm_cli.model.parameters import collect_parameters
+from tinyvllm_cli.model.parameters import Weight, collect_parameters
 from tinyvllm_cli.model.rope import rope_tables
 from tinyvllm_cli.model.weights.layout import iter_weights
 from tinyvllm_cli.model.weights.source import TensorSource
@@ -59,7 +60,8 @@ class CpuBackend:
         """
         self._eps = config.rms_norm_eps
         self._num_ids = min(tokenizer_size, config.vocab_size)
-        self._parameters = collect_parameters(iter_weights(config, tensors), lambda array: _place(array, engine.dtype))
+        items = iter_weights(config, tensors)
+        self._parameters = collect_parameters(items, lambda item: _place(item.array, engine.dtype))
         num_blocks, max_seq_len = pool_size(config, engine, num_blocks)
         self._limits = Limits(
             num_blocks=num_blocks,
@@ -73,9 +75,7 @@ class CpuBackend:
         self._cache = KVCache(config, num_blocks)
         self._rope_tables = partial(rope_tables, config.rope, config.head_dim)
         self._rope = self._rope_tables(min(FIRST_POSITIONS, max_seq_len))
-        self._token_table = np.zeros((engine.slots, max_seq_len), np.int32)
-        self._counted = np.zeros(engine.slots, np.int32)  # tokens of each slot whose K and V are in place
-        self._options = [SlotOptions()] * engine.slots
+        self._slots = Slots(engine.slots, max_seq_len)
         self._device = Device(engine.threads or available_cpus())
         self._closed = False
 
@@ -87,17 +87,11 @@ class CpuBackend:
         known = np.asarray(token_ids, np.int32)
         if known.size and not 0 <= known.min() <= known.max() < self._limits.vocab_size:
             raise ValueError(f"token ids of slot {slot} are not in the vocabulary")
-        self._token_table[slot, : len(known)] = known
-        self._counted[slot] = 0
-        self._options[slot] = options
+        self._slots.bind(slot, known, options)
 
     def step(self, batch: Batch) -> Done:
         rows, logits = self._forward(batch)
-        options = [self._options[slot] for slot in batch.sample_slots.tolist()]
-        positions = rows.positions[rows.logits_indices] + 1
-        token_ids = ops.sample(logits, options, positions, self._num_ids)
-        fits = positions < self._limits.max_seq_len  # the last token of a full context is read, never fed
-        self._token_table[batch.sample_slots[fits], positions[fits]] = token_ids[fits]
+        token_ids = ops.sample(self._device, logits, rows, self._slots, num_ids=self._num_ids)
         return Done(StepOutput(token_ids[None]))
 
     def logits(self, batch: Batch) -> F32:
@@ -116,9 +110,9 @@ class CpuBackend:
         """Write tokens, K and V of all rows; the logits of the sampled ones."""
         if self._closed:
             raise RuntimeError("the backend is closed")
-        rows = resolve_rows(batch, self._limits, self._token_table, self._counted)
-        self._token_table[rows.slots, rows.positions] = rows.token_ids
-        self._counted[rows.slots] = rows.positions + 1  # of a slot's rows the last one stays
+        rows = resolve_rows(batch, self._limits, self._slots)
+        self._slots.token_table[rows.slots, rows.positions] = rows.token_ids
+        self._slots.counted[rows.slots] = rows.positions + 1  # of a slot's rows the last one stays
         self._reach(int(rows.positions.max()))
         with self._device.running(len(rows.positions)):
             logits = forward(ops, self._device, self._parameters, self._cache, rows, eps=self._eps, rope=self._rope)
@@ -131,9 +125,10 @@ class CpuBackend:
             self._rope = self._rope_tables(min(max(2 * length, position + 1), self._limits.max_seq_len))
 
 
-def _place(array: npt.NDArray[Any], dtype: DtypeName) -> F32:
-    """A weight in float32, rounded to the dtype asked for; one that is float32 already stays where it lies (mapped)."""
+def _place(array: npt.NDArray[Any], dtype: DtypeName) -> Weight | F32:
+    """In float32, rounded to the dtype asked for; what is float32 already stays where it lies (mapped)."""
     if dtype in ROUNDED:
         with np.errstate(over="ignore"):  # an infinity shows in the logits
             array = array.astype(ROUNDED[dtype])
-    return np.ascontiguousarray(array, np.float32)
+    placed = np.ascontiguousarray(array, np.float32)
+    return Weight(placed) if placed.ndim == 2 else placed

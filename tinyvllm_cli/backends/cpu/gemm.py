@@ -50,7 +50,8 @@ class Device:
 
         They wait for work by spinning. That hands a product over in no time, which a single row needs, but makes them
         wait for each other's turn wherever other work holds a core. Several rows are shared out by run() instead,
-        whose threads sleep; for a single row what was quicker of late decides (the bits are the same).
+        whose threads sleep; for a single row what was quicker of late decides. BLAS may then sum a
+        row in other pieces: the float32 rounding may differ, as it may with the number of threads.
         """
         spins = rows == 1 and self._spins()
         started = time.perf_counter()

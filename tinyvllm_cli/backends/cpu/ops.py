@@ -15,6 +15,7 @@ from tinyvllm_cli.backends.cpu.kv import KVCache
 from tinyvllm_cli.backends.cpu.rows import TILE_ROWS, Group, Rows
 from tinyvllm_cli.backends.cpu.sample import sample
 from tinyvllm_cli.model.parameters import Weight
+from tinyvllm_cli.model.weights.layout import INTERLEAVE
 from tinyvllm_cli.types import F32
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "sample",
 ]
 
-INTERLEAVE = 8  # gate and up rows stand in turn, so many at a time
 CAUSAL = np.triu(np.full((TILE_ROWS, TILE_ROWS), -np.inf, np.float32), 1)  # key j of row i: hidden where j > i
 
 
@@ -62,7 +62,7 @@ def qkv_rope_write(
     k_norm: F32 | None,
     rope: tuple[F32, F32],
 ) -> F32:
-    """q [T, Hq, D], rotated and scaled by 1 / sqrt(D); K and V of the rows go into their blocks.
+    """q [T, Hq, D], rotated; K and V of the rows go into their blocks.
 
     x [T, H]; qkv [(Hq + 2 Hkv) D, H]; q_norm, k_norm [D]: RMSNorm of each head before the rotation (Qwen3).
     RoPE in half-split form (Su et al. 2021): (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of a head.
@@ -84,17 +84,17 @@ def qkv_rope_write(
     rotated = rotated.reshape(len(y), -1, head_dim)
     cache.write(layer, 0, rows.kv_rows, rotated[:, num_heads:])
     cache.write(layer, 1, rows.kv_rows, heads[:, -num_kv_heads:])
-    q: F32 = rotated[:, :num_heads] * np.float32(1 / math.sqrt(head_dim))
-    return q
+    return rotated[:, :num_heads]
 
 
 def attention(device: Device, q: F32, cache: KVCache, rows: Rows, *, layer: int) -> F32:
-    """h [T, Hq D]: softmax(q K^T) V of each row over positions 0..p of its own sequence, q scaled already.
+    """h [T, Hq D]: softmax(q K^T / sqrt(D)) V of each row over positions 0..p of its own sequence.
 
     Query head i reads KV head i // (Hq / Hkv) (grouped-query attention, Ainslie et al. 2023).
     """
-    h = np.empty_like(q)
-    device.run(lambda group: _attend(q, cache, layer, group, h), rows.groups)
+    h = np.empty(q.shape, np.float32)
+    scaled = q * np.float32(1 / math.sqrt(q.shape[-1]))
+    device.run(lambda group: _attend(scaled, cache, layer, group, h), rows.groups)
     return h.reshape(len(q), -1)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tinyvllm_cli.backends.cpu.slots import Slots
 from tinyvllm_cli.config import BLOCK_SIZE
 from tinyvllm_cli.types import I32, Batch, Limits
 
@@ -44,18 +45,18 @@ class Rows:
     kv_rows: I32  # [T] block * BLOCK_SIZE + offset
     groups: tuple[Group, ...]  # cover all rows
     logits_indices: I32  # [R]
+    sample_slots: I32  # [R]
 
 
-def resolve_rows(batch: Batch, limits: Limits, token_table: I32, counted: I32) -> Rows:
-    """Fill in what the batch leaves to the device: -1 in num_computed is `counted`, in token_ids the token table.
+def resolve_rows(batch: Batch, limits: Limits, kept: Slots) -> Rows:
+    """Fill in what the batch leaves to the device: -1 in num_computed is what it counted, in token_ids what it holds.
 
-    token_table i32[max_slots, max_seq_len], counted i32[max_slots].
     A malformed batch is a bug of the caller: ValueError.
     """
     _check_shapes(batch, limits)
     slots, starts = batch.slots, batch.query_start_loc
     num_rows = np.diff(starts)
-    computed = np.where(batch.num_computed < 0, counted[slots], batch.num_computed)
+    computed = np.where(batch.num_computed < 0, kept.counted[slots], batch.num_computed)
     lengths = computed + num_rows
     _check_blocks(batch.block_tables, np.where(num_rows > 0, lengths, 0), limits)
 
@@ -65,11 +66,12 @@ def resolve_rows(batch: Batch, limits: Limits, token_table: I32, counted: I32) -
     row_slots = slots[sequence]
     return Rows(
         slots=row_slots,
-        token_ids=np.where(batch.token_ids == -1, token_table[row_slots, positions], batch.token_ids),
+        token_ids=np.where(batch.token_ids == -1, kept.token_table[row_slots, positions], batch.token_ids),
         positions=positions,
         kv_rows=blocks * np.int32(BLOCK_SIZE) + positions % np.int32(BLOCK_SIZE),
         groups=tuple(_groups(_tiles(batch.block_tables, starts, lengths))),
         logits_indices=batch.logits_indices,
+        sample_slots=batch.sample_slots,
     )
 
 

@@ -12,11 +12,17 @@ min_p, draw. In every comparison of equals the lowest id wins.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from tinyvllm_cli.types import F32, GREEDY_BELOW, I32, SlotOptions
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.backends.cpu.gemm import Device
+    from tinyvllm_cli.backends.cpu.rows import Rows
+    from tinyvllm_cli.backends.cpu.slots import Slots
 
 NAN_LOGITS = -1  # the row holds NaN or an infinity
 NOTHING_ALLOWED = -2  # every id is masked
@@ -31,11 +37,21 @@ HALF, LOW_HALF = np.uint64(32), np.uint64(0xFFFFFFFF)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-def sample(logits: F32, options: Sequence[SlotOptions], positions: I32, num_ids: int) -> I32:
+def sample(device: Device, logits: F32, rows: Rows, slots: Slots, *, num_ids: int) -> I32:  # noqa: ARG001
+    """One token for each sampled row of logits f32[R, V], i32[R]; each also goes into its slot's token table.
+
+    A row's slot (rows.sample_slots) says how to draw; the token stands at the row's position plus one. See sample_row.
+    """
+    positions = rows.positions[rows.logits_indices] + 1
+    options = [slots.options[slot] for slot in rows.sample_slots.tolist()]
+    token_ids = sample_rows(logits, options, positions, num_ids)
+    slots.write(rows.sample_slots, positions, token_ids)
+    return token_ids
+
+
+def sample_rows(logits: F32, options: Sequence[SlotOptions], positions: I32, num_ids: int) -> I32:
     """One token for each row of logits f32[R, V]: i32[R], drawn with options[r] for positions[r]. See sample_row."""
-    logits = np.ascontiguousarray(
-        logits
-    )  # a product may leave them in column order, where every pass over a row is slow
+    logits = np.ascontiguousarray(logits)  # a product may leave columns in a row's place, slow for every pass over it
     rows = zip(logits, options, positions.tolist(), strict=True)
     return np.array([sample_row(row, slot, position, num_ids) for row, slot, position in rows], dtype=np.int32)
 
