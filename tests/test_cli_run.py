@@ -314,3 +314,8 @@ def test_every_option_of_run_is_explained(capfd: pytest.CaptureFixture[str]):
         assert parameter.opts[0] in page or parameter.name == "input"
         assert isinstance(parameter, click.Argument) or parameter.help
     assert "Examples:" in page
+
+
+def test_a_folder_needs_no_cache(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TINYVLLM_CACHE", "~nobody-of-this-name/cache")
+    assert len(answers_to(tmp_path, tiny, LINES)) == len(LINES)

@@ -243,3 +243,11 @@ def test_close_ends_the_threads_and_further_calls_are_errors(checkpoint: Checkpo
     assert workers() <= others
     with pytest.raises(RuntimeError, match="closed"):
         backend.step(batch(Part(0, (1,), 0, prompt(4))))
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tinyvllm_cli.backends.cpu.backend.available_memory", lambda: 1000)
+    with pytest.raises(ModelError, match=r"the weights need \d+ MiB in float32 and 0 MiB are free"):
+        CpuBackend(checkpoint.config, checkpoint.tensors, EngineConfig(slots=1), tokenizer_size=8)

@@ -136,3 +136,9 @@ def test_the_cache_is_where_the_environment_says_else_the_platforms(monkeypatch)
     monkeypatch.setenv("TINYVLLM_CACHE", "")
     assert cache_dir().name == "tinyvllm"
     assert cache_dir().is_absolute()
+
+
+def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TINYVLLM_CACHE", "~nobody-of-this-name/cache")
+    with pytest.raises(ModelError, match="set TINYVLLM_CACHE"):
+        cache_dir()

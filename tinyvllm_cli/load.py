@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tinyvllm_cli.backends.base import Backend
 from tinyvllm_cli.config import EngineConfig
 from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
 from tinyvllm_cli.model.hub import ModelFiles, cache_dir, find_model
 from tinyvllm_cli.model.weights.converted import converted
@@ -51,10 +52,17 @@ def open_engine(
     checkpoint = open_checkpoint(files.path)
     tokenizer = load_tokenizer(files.path)
     codec = TextCodec(tokenizer, load_chat_template(files.path), system, checkpoint.config.vocab_size)
-    checkpoint = converted(checkpoint, cache_dir())
-    backend = _cpu_backend(checkpoint, config, tokenizer.size)
+    backend = _cpu_backend(_converted(checkpoint), config, tokenizer.size)
     engine = Engine(backend, codec, eos_token_ids=checkpoint.generation.eos_token_ids, run_seed=config.seed)
     return LoadedModel(engine, backend, codec, checkpoint, files, time.monotonic() - started)
+
+
+def _converted(checkpoint: Checkpoint) -> Checkpoint:
+    try:
+        folder = cache_dir()
+    except ModelError:  # a user without a home has no cache: the weights are converted as they are read
+        return checkpoint
+    return converted(checkpoint, folder)
 
 
 def _cpu_backend(checkpoint: Checkpoint, config: EngineConfig, tokenizer_size: int) -> Backend:

@@ -103,8 +103,9 @@ def _not_understood(error: click.ClickException) -> int:
 def _failed(error: Exception) -> int:
     if isinstance(error, TinyvllmError):
         return _say(str(error), error.exit_code)
-    if isinstance(error, MemoryError):
-        return _say("out of memory: try fewer --slots or a smaller --max-model-len")
+    # A library that cannot be mapped is an ImportError.
+    if isinstance(error, MemoryError) or (isinstance(error, ImportError) and "map segment" in str(error)):
+        return _say("out of memory: try a smaller model, fewer --slots or a smaller --max-model-len")
     if isinstance(error, OSError):  # the machine's fault: a full disk, a device that fails, a file that went away
         return _say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
     return _internal_error(error)
@@ -117,12 +118,13 @@ def _say(message: str, code: int = EXIT_FAILED) -> int:
 
 def _internal_error(error: Exception) -> int:
     """A bug: the traceback goes to a file, so that it is there to be reported and in nobody's way."""
-    import tempfile
-    import traceback
-
     where = ""
-    with suppress(OSError), tempfile.NamedTemporaryFile("w", prefix="tinyvllm-", suffix=".txt", delete=False) as file:
-        file.write(f"tinyvllm {__version__}: {sys.argv}\n" + "".join(traceback.format_exception(error)))
+    with suppress(Exception):  # whatever is broken, the line below is said
+        import tempfile
+        import traceback
+
+        with tempfile.NamedTemporaryFile("w", prefix="tinyvllm-", suffix=".txt", delete=False) as file:
+            file.write(f"tinyvllm {__version__}: {sys.argv}\n" + "".join(traceback.format_exception(error)))
         where = f"; please report it with {file.name}"
     return _say(f"internal error: {type(error).__name__}: {error} (this is a bug{where})")
 

@@ -18,9 +18,11 @@ def known_models() -> list[tuple[str, str, str, str, str]]:
 
 def _hub_models() -> list[tuple[str, int]]:
     """Repositories in the Hub cache, with their bytes on disk."""
-    from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
+    try:
+        from huggingface_hub import constants, scan_cache_dir
+        from huggingface_hub.errors import CacheNotFound
+    except RuntimeError:  # a user without a home has no Hub cache either
+        return []
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:

@@ -13,12 +13,17 @@ from tinyvllm_cli.errors import ModelError
 
 
 def cache_dir() -> Path:
-    """The folder named by TINYVLLM_CACHE, else the platform's own place for caches. It may not exist yet."""
-    if override := os.environ.get("TINYVLLM_CACHE"):
-        return Path(override).expanduser().absolute()
+    """The folder named by TINYVLLM_CACHE, else the platform's own place for caches. It may not exist yet.
+
+    ModelError where neither is known: a user without a home.
+    """
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("tinyvllm"))
+    override = os.environ.get("TINYVLLM_CACHE")
+    try:
+        return Path(override or platformdirs.user_cache_dir("tinyvllm")).expanduser().absolute()
+    except RuntimeError as error:
+        raise ModelError(f"no folder for the cache is known ({error}): set TINYVLLM_CACHE to one") from None
 
 
 def is_offline() -> bool:

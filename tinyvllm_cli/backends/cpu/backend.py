@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +16,11 @@ import numpy.typing as npt
 from tinyvllm_cli.backends.cpu import ops
 from tinyvllm_cli.backends.cpu.gemm import Device
 from tinyvllm_cli.backends.cpu.kv import KVCache, pool_size
-from tinyvllm_cli.backends.cpu.machine import available_cpus
+from tinyvllm_cli.backends.cpu.machine import available_cpus, available_memory
 from tinyvllm_cli.backends.cpu.rows import Rows, resolve_rows
 from tinyvllm_cli.backends.cpu.slots import Slots
 from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, ModelConfig
+from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.llama import forward
 from tinyvllm_cli.model.parameters import Weight, collect_parameters
 from tinyvllm_cli.model.rope import rope_tables
@@ -26,6 +29,7 @@ from tinyvllm_cli.model.weights.source import TensorSource
 from tinyvllm_cli.types import F32, I32, Batch, Limits, SlotOptions, StepOutput
 
 FIRST_POSITIONS = 4096  # of the RoPE tables, before a sequence needs more
+FUSED = re.compile(r"\.[qkv]_proj\.|\.(gate|up)_proj\.")  # tensors that become parts of one
 ROUNDED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -60,6 +64,7 @@ class CpuBackend:
         """
         self._eps = config.rms_norm_eps
         self._num_ids = min(tokenizer_size, config.vocab_size)
+        _require_memory(tensors)
         items = iter_weights(config, tensors)
         self._parameters = collect_parameters(items, lambda item: _place(item.array, engine.dtype))
         num_blocks, max_seq_len = pool_size(config, engine, num_blocks)
@@ -123,6 +128,22 @@ class CpuBackend:
         length = len(self._rope[0])
         if position >= length:
             self._rope = self._rope_tables(min(max(2 * length, position + 1), self._limits.max_seq_len))
+
+
+def _require_memory(tensors: TensorSource) -> None:
+    """ModelError where the weights do not fit: better than to be killed half way.
+
+    They become float32 in memory of their own, but those of a float32 file, which stay mapped unless they are fused.
+    """
+    sizes = {name: 4 * math.prod(tensors.shape(name)) for name in tensors.names()}
+    mapped = tensors.nbytes >= sum(sizes.values())
+    needed = sum(size for name, size in sizes.items() if not mapped or FUSED.search(name))
+    free = available_memory()
+    if needed > free:
+        raise ModelError(
+            f"the weights need {needed >> 20} MiB in float32 and {free >> 20} MiB are free: take a smaller model, or "
+            "free some memory"
+        )
 
 
 def _place(array: npt.NDArray[Any], dtype: DtypeName) -> Weight | F32:

@@ -12,6 +12,7 @@ PROC = Path("/proc")
 
 # Limits on this process, and which number of /proc/self/statm counts against each (proc(5); in pages).
 ADDRESS_SPACES = ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5))
+THREAD_RESERVE = 1 << 27  # bytes of address space: an arena of malloc and a buffer of BLAS
 
 
 def available_cpus() -> int:
@@ -52,12 +53,16 @@ def _cgroup_memory() -> Iterator[int]:
 
 
 def _process_memory() -> Iterator[int]:
-    """Limit minus use of the address space (ulimit -v) and of private memory (ulimit -d), where they are set."""
+    """Limit minus use of the address space (ulimit -v) and of private memory (ulimit -d), where they are set.
+
+    Less what the threads will take with their first products: OpenBLAS ends the process where it cannot have that.
+    """
     pages = _read(PROC / "self/statm").split()
     for limit, column in ADDRESS_SPACES:
         bytes_allowed = resource.getrlimit(limit)[0]
         if bytes_allowed != resource.RLIM_INFINITY:
-            yield bytes_allowed - (int(pages[column]) * resource.getpagesize() if pages else 0)
+            used = int(pages[column]) * resource.getpagesize() if pages else 0
+            yield bytes_allowed - used - available_cpus() * THREAD_RESERVE
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
