@@ -220,3 +220,22 @@ def test_check_finds_damage(damage: Callable[[Batcher], None]):
     damage(batcher)
     with pytest.raises(AssertionError):
         batcher.check()
+
+
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 5))
+def test_tokens_drawn_before_are_computed_like_a_prompt(prompt_len: int, drawn: int, budget: int):
+    """A sequence that has answer tokens but no KV takes them in chunks, and draws only after the last of them."""
+    known = prompt_len + drawn
+    s = sequence(prompt_len, drawn + 2)
+    s.token_ids += list(range(100, 100 + drawn))
+    s.num_sampled = drawn
+    batcher = Batcher(limits(max_batch_tokens=budget, max_slots=1, max_seq_len=32))
+    batcher.add(s)
+    fed: list[int] = []
+    while True:
+        plan = batcher.plan()
+        assert plan is not None
+        fed += plan.batch.token_ids.tolist()
+        if plan.sampled:
+            break
+    assert fed == s.token_ids[:known] and s.num_computed == known and s.num_sampled == drawn + 1

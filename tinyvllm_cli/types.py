@@ -210,6 +210,11 @@ class Sequence:
     finished: bool = False
 
     @property
+    def num_known(self) -> int:
+        """Tokens, prompt included, once every enqueued step has run."""
+        return self.prompt_len + self.num_sampled
+
+    @property
     def num_output(self) -> int:
         """Tokens made and read back."""
         return len(self.token_ids) - self.prompt_len

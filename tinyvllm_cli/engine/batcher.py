@@ -123,16 +123,19 @@ class Batcher:
         return admitted
 
     def _schedule(self) -> list[tuple[Sequence, int]]:
-        """Who computes how many tokens: decoding sequences one each, then prompts by what is left of the budget."""
+        """Who computes how many tokens: decoding sequences one each, then prompts by what is left of the budget.
+
+        What counts is how many tokens a sequence is behind those that it has; whose they are, the prompt's or drawn
+        ones, is no difference.
+        """
         budget = self.limits.max_batch_tokens
         # A sequence whose last token is drawn in a step in flight has nothing more to compute: lengths are known ahead.
-        rows = [(s, 1) for s in self.running if s.num_sampled and s.prompt_len + s.num_sampled < s.max_len]
-        budget -= len(rows)  # never below 0: a prompt is only begun on what decoding leaves of the budget
-        for sequence in self.running:
-            if budget == 0:
-                break
-            chunk = min(sequence.prompt_len - sequence.num_computed, budget)
-            if chunk > 0:
+        unfinished = [s for s in self.running if s.num_known < s.max_len]
+        rows = [(sequence, 1) for sequence in unfinished if _decodes(sequence)][:budget]
+        budget -= len(rows)
+        for sequence in unfinished:
+            chunk = min(sequence.num_known - sequence.num_computed, budget)
+            if chunk and not _decodes(sequence):
                 rows.append((sequence, chunk))
                 budget -= chunk
         return rows
@@ -151,11 +154,12 @@ class Batcher:
             assert sequence.slot is not None
             slots.append(sequence.slot)
             num_computed.append(begin)
-            token_ids += sequence.token_ids[begin:end] or [-1]  # not read back yet: as the token table has it
+            read_back = sequence.token_ids[begin:end]
+            token_ids += read_back + [-1] * (chunk - len(read_back))  # -1: as the token table has it
             starts.append(starts[-1] + chunk)
             widest = max(widest, end)
             sequence.num_computed = end
-            if end >= sequence.prompt_len:  # not a chunk without its prompt's last row
+            if end == sequence.num_known:  # not a chunk without the last row
                 logits_indices.append(starts[-1] - 1)
                 sampled.append(sequence)
                 sequence.num_sampled += 1
@@ -170,6 +174,10 @@ class Batcher:
             sample_slots=np.array([sequence.slot for sequence in sampled], np.int32),
         )
         return batch, sampled
+
+
+def _decodes(sequence: Sequence) -> bool:
+    return sequence.num_sampled > 0 and sequence.num_known - sequence.num_computed == 1
 
 
 def _ceil_div(a: int, b: int) -> int:
