@@ -10,8 +10,9 @@ The contract; each line is a test that every backend passes (tests/seam_contract
 2. Row t attends to positions 0..p of its own sequence.
 3. A sampled token is a function of (logits row, the slot's options, the tokens at positions 0..p, and the position
    p + 1 of the token drawn): see backends/cpu/sample.py. Ids past the tokenizer never come out.
-4. bind, copy_blocks and step take effect in the order of the calls; up to limits.max_in_flight steps may be in flight;
-   arguments may be reused once a call returns; results stay readable until read.
+4. bind, copy_blocks and step take effect in the order of the calls; up to limits.max_in_flight steps may be in flight,
+   that is, enqueued and not yet read; arguments may be reused once a call returns; results stay readable until read,
+   in any order.
 5. No result depends on what block 0, padding rows, free blocks or positions past a sequence's end contain.
 6. Row invariance: a row depends on its own sequence only, not on the number of rows, its place among them, chunking,
    block order or slots. On the CPU this holds for the tokens, on a GPU for every bit.
