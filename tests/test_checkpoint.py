@@ -12,8 +12,11 @@ from safetensors.numpy import load_file, save_file
 from tiny import make_tiny_model
 from weight_files import QUANTIZED, quantize_gguf, twin
 
+from tinyvllm_cli.config import EngineConfig
 from tinyvllm_cli.errors import ModelError
+from tinyvllm_cli.load import open_engine
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
+from tinyvllm_cli.model.weights.gguf import GGUFFile, read_gguf
 from tinyvllm_cli.model.weights.layout import WeightItem, iter_weights
 from tinyvllm_cli.model.weights.source import READERS, read_ahead
 
@@ -194,3 +197,18 @@ def test_items_come_in_the_order_of_the_forward_pass(tmp_path: Path):
     layers = [item.layer for item in items[1:-2]]
     assert [items[0].kind, items[-2].kind, items[-1].kind] == ["embed", "final_norm", "head"]
     assert layers == sorted(layers)
+
+
+def test_a_gguf_header_is_read_once_for_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path / "cache"))
+    file = twin(make_tiny_model(tmp_path / "model"))
+    reads: list[Path] = []
+
+    def counted(path: Path) -> GGUFFile:
+        reads.append(path)
+        return read_gguf(path)
+
+    for module in ("model.weights.gguf", "model.checkpoint"):
+        monkeypatch.setattr(f"tinyvllm_cli.{module}.read_gguf", counted)
+    open_engine(str(file), config=EngineConfig(slots=1, max_model_len=64), report=print).close()
+    assert reads == [file]

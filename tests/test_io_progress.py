@@ -15,6 +15,7 @@ from tinyvllm_cli.io.summary import Progress
 
 NAME = "a\nb\r\x1b[2J\u2028\udcff:smile:[bold]\u00e9\U0001f600"
 SHOWN = "a\\nb\\r\\x1b[2J\\u2028\\udcff:smile:[bold]\u00e9\U0001f600"
+END = "(end)"
 
 
 @given(st.text(st.characters(codec=None, exclude_categories=())))
@@ -26,15 +27,16 @@ def test_a_printable_text_has_one_line_and_no_control(text: str):
 def on_terminal(monkeypatch: pytest.MonkeyPatch, say: Callable[[], None]) -> str:
     """What `say` writes to a terminal that is standard error."""
     leader, follower = pty.openpty()
-    os.set_blocking(leader, False)
     with os.fdopen(follower, "w", encoding="utf-8") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         monkeypatch.setenv("TERM", "xterm")
         say()
-        terminal.flush()
-        said = os.read(leader, 100_000).decode()
+        print(END, end="", file=terminal, flush=True)
+        said = b""
+        while not said.endswith(END.encode()):  # a terminal hands over what it has, in pieces
+            said += os.read(leader, 100_000)
     os.close(leader)
-    return said
+    return said.decode().removesuffix(END)
 
 
 @pytest.mark.parametrize("display", [Bar, PlainLines])

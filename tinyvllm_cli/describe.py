@@ -30,7 +30,7 @@ def describe(files: ModelFiles) -> list[tuple[str, str]]:
             ("context", f"{config.max_position} tokens"),
             ("KV cache", f"{kv_bytes_per_token(config)} bytes a token in float32"),
             ("RoPE", _rope(config.rope)),
-            *_text_lines(checkpoint, load_tokenizer(files.path), load_chat_template(files.path)),
+            *_text_lines(checkpoint, load_tokenizer(checkpoint.source), load_chat_template(checkpoint.source)),
         ]
     finally:
         checkpoint.tensors.close()

@@ -12,7 +12,7 @@ from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.generation import GenerationDefaults, folder_generation, gguf_generation
 from tinyvllm_cli.model.gguf_config import gguf_config, gguf_quantization
 from tinyvllm_cli.model.hf_config import model_config, read_config
-from tinyvllm_cli.model.weights.gguf import read_gguf
+from tinyvllm_cli.model.weights.gguf import GGUFFile, read_gguf
 from tinyvllm_cli.model.weights.gguf_tensors import GGUFTensors
 from tinyvllm_cli.model.weights.layout import EMBED, check_tensors
 from tinyvllm_cli.model.weights.safetensors import open_folder
@@ -22,6 +22,7 @@ from tinyvllm_cli.model.weights.source import TensorSource
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     path: Path
+    source: Path | GGUFFile  # what tokenizer and template are in: the folder, or the file whose header is read
     format: Literal["safetensors", "gguf"]
     quantization: str | None  # the type that most bytes are of, e.g. Q4_1
     config: ModelConfig
@@ -51,6 +52,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = model_config(hf_config, path)
     return Checkpoint(
         path=folder,
+        source=folder,
         format="safetensors",
         quantization=None,
         config=config,
@@ -64,6 +66,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     config = gguf_config(file)
     return Checkpoint(
         path=path,
+        source=file,
         format="gguf",
         quantization=gguf_quantization(file),
         config=config,

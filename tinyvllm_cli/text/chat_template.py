@@ -18,6 +18,8 @@ from tinyvllm_cli.types import Message
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+    from tinyvllm_cli.model.weights.gguf import GGUFFile
+
 TEMPLATE_FILE = "chat_template.jinja"
 RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools")
 MAX_CHARS = 2**26  # of a rendered prompt: far beyond any context, well below a machine's memory
@@ -109,28 +111,27 @@ class ChatTemplate:
         return text.getvalue()
 
 
-def load_chat_template(path: Path, *, now: datetime | None = None) -> ChatTemplate | None:
+def load_chat_template(source: Path | GGUFFile, *, now: datetime | None = None) -> ChatTemplate | None:
     """The template of a model folder (chat_template.jinja, else tokenizer_config.json) or GGUF file; None: it has none.
 
-    Raises ModelError where it is broken.
+    A GGUF file may have been read already. Raises ModelError where the template is broken.
     """
-    if path.is_dir():
-        config = read_tokenizer_config(path)
-        variables = read_special_tokens(path, config)
-        found = _folder_source(path, config)
+    if isinstance(source, Path) and source.is_dir():
+        config = read_tokenizer_config(source)
+        variables = read_special_tokens(source, config)
+        file, text = _folder_source(source, config)
     else:
         from tinyvllm_cli.model.weights.gguf import read_gguf
         from tinyvllm_cli.text.gguf_tokenizer import special_tokens
 
-        metadata = read_gguf(path).metadata
-        variables = special_tokens(metadata)
-        found = path, metadata.get("tokenizer.chat_template")
-    file, source = found
-    if source is None:
+        gguf = read_gguf(source) if isinstance(source, Path) else source
+        variables = special_tokens(gguf.metadata)
+        file, text = gguf.path, gguf.metadata.get("tokenizer.chat_template")
+    if text is None:
         return None
-    if not isinstance(source, str):
-        raise ModelError(f"{file}: the chat template is a {type(source).__name__}, wanted text")
-    return ChatTemplate(source, variables=variables, now=now, name=f"{file}: the chat template")
+    if not isinstance(text, str):
+        raise ModelError(f"{file}: the chat template is a {type(text).__name__}, wanted text")
+    return ChatTemplate(text, variables=variables, now=now, name=f"{file}: the chat template")
 
 
 def absent_characters(text: str) -> Iterator[str]:

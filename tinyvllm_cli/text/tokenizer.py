@@ -14,6 +14,8 @@ from tinyvllm_cli.text.detokenizer import TokenBytes
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as CoreTokenizer
 
+    from tinyvllm_cli.model.weights.gguf import GGUFFile
+
 TOKENIZER_FILE, CONFIG_FILE, MAP_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -69,17 +71,18 @@ def well_formed(text: str) -> str:
     return text
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a model folder (tokenizer.json) or GGUF file (its metadata).
+def load_tokenizer(source: Path | GGUFFile) -> Tokenizer:
+    """The tokenizer of a model folder (tokenizer.json) or GGUF file (its metadata), which may have been read already.
 
     Raises ModelError where it is missing, broken, or of a kind that is not supported.
     """
-    if path.is_dir():
-        return _load_folder(path)
+    if isinstance(source, Path) and source.is_dir():
+        return _load_folder(source)
     from tinyvllm_cli.model.weights.gguf import read_gguf
     from tinyvllm_cli.text.gguf_tokenizer import build_tokenizer
 
-    return build_tokenizer(read_gguf(path).metadata, str(path))
+    file = read_gguf(source) if isinstance(source, Path) else source
+    return build_tokenizer(file.metadata, str(file.path))
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
