@@ -13,7 +13,7 @@ import pytest
 from command import by_id, place_free, read_answers, run_apart, run_here, write_lines
 from tiny import CHAT_TEMPLATE, make_tiny_model
 
-from tinyvllm_cli.backends.cpu.machine import available_cpus
+from tinyvllm_cli.backends.machine import available_cpus
 from tinyvllm_cli.cli import COMMANDS, exit_code, tinyvllm
 from tinyvllm_cli.errors import OutputClosedError
 

@@ -17,7 +17,6 @@ from threadpoolctl import threadpool_info
 from tiny import make_tiny_model
 
 from tinyvllm_cli.backends.cpu import backend as module
-from tinyvllm_cli.backends.cpu import kv
 from tinyvllm_cli.backends.cpu.backend import CpuBackend
 from tinyvllm_cli.config import EngineConfig
 from tinyvllm_cli.errors import ModelError, UsageError
@@ -135,8 +134,8 @@ BLOCK_BYTES = KV_BYTES + 16 * (2 * 8 * 4 + 3 * 4)  # and for each position cos a
 
 
 def sizes(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, free_blocks: int, **engine: Any) -> tuple[int, int]:
-    monkeypatch.setattr(kv, "available_memory", lambda: 2 * free_blocks * BLOCK_BYTES + 100)
-    return kv.pool_size(checkpoint.config, EngineConfig(**engine), None)
+    monkeypatch.setattr(module, "available_memory", lambda: 2 * free_blocks * BLOCK_BYTES + 100)
+    return module.pool_limits(checkpoint.config, EngineConfig(**engine), None)
 
 
 def test_the_pool_is_what_all_slots_can_use_or_half_of_the_free_memory(
@@ -162,7 +161,7 @@ def test_what_does_not_fit_is_said_in_one_line(checkpoint: Checkpoint, monkeypat
 
 
 def test_a_context_costs_what_is_used_of_it(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kv, "available_memory", lambda: 1 << 32)
+    monkeypatch.setattr(module, "available_memory", lambda: 1 << 32)
     endless = replace(checkpoint, config=replace(checkpoint.config, max_position=2**31 - 1))
     started = time.process_time()
     tracemalloc.start()

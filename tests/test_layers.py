@@ -5,6 +5,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "tinyvllm_cli"
 WORDS = {"types", "errors", "config", "__init__"}  # what everybody may use
+NEUTRAL = {"backends.base", "backends.machine", "backends.pool", "backends.row_layout"}  # of the device
 ALLOWED = {
     "types": {"errors"},
     "config": {"errors"},
@@ -13,7 +14,12 @@ ALLOWED = {
     "text": {"model"},  # a tokenizer may stand in a GGUF file
     "model": set(),
     "backends.base": set(),
-    "backends.cpu": {"model", "backends.base"},
+    "backends.machine": set(),
+    "backends.pool": set(),
+    "backends.row_layout": set(),
+    "backends.cpu": {"model", *NEUTRAL},
+    # The NumPy ops are what the GPU's are compared with, in parity.py; nothing of them runs in a step.
+    "backends.gpu": {"model", "backends.cpu", *NEUTRAL},
     "io": {"text", "engine"},  # no backend
 }
 

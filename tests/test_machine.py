@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyvllm_cli.backends.cpu import machine
+from tinyvllm_cli.backends import machine
 
 GIB = 1 << 30
 STAT = f"anon 1\nfile 9\ninactive_file {GIB // 2}\n"

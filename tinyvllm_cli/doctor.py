@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tinyvllm_cli.backends.cpu.machine import available_cpus, available_memory
+from tinyvllm_cli.backends.machine import available_cpus, available_memory
 from tinyvllm_cli.config import DEFAULT_MODEL, EngineConfig
 from tinyvllm_cli.errors import ModelError, TinyvllmError
 from tinyvllm_cli.model.catalogue import CATALOGUE, locate

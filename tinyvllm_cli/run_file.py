@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinyvllm_cli.backends.cpu.machine import available_cpus
+from tinyvllm_cli.backends.machine import available_cpus
 from tinyvllm_cli.config import DtypeName, EngineConfig
 from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, OutputClosedError, TinyvllmError, UsageError
 from tinyvllm_cli.io.feed import Feed, FileFeed, PipeFeed

@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from tinyvllm_cli.backends.cpu import ops
 from tinyvllm_cli.backends.cpu.gemm import Device
-from tinyvllm_cli.backends.cpu.kv import KVCache, pool_size
-from tinyvllm_cli.backends.cpu.machine import available_cpus, available_memory
+from tinyvllm_cli.backends.cpu.kv import KVCache
 from tinyvllm_cli.backends.cpu.rows import Rows, resolve_rows
 from tinyvllm_cli.backends.cpu.slots import Slots
+from tinyvllm_cli.backends.machine import available_cpus, available_memory
+from tinyvllm_cli.backends.pool import longest_sequence, pool_size, wanted_length
 from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.llama import forward
@@ -67,7 +68,7 @@ class CpuBackend:
         _require_memory(tensors)
         items = iter_weights(config, tensors)
         self._parameters = collect_parameters(items, lambda item: _place(item.array, engine.dtype))
-        num_blocks, max_seq_len = pool_size(config, engine, num_blocks)
+        num_blocks, max_seq_len = pool_limits(config, engine, num_blocks)
         self._limits = Limits(
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
@@ -144,6 +145,24 @@ def _require_memory(tensors: TensorSource) -> None:
             f"the weights need {needed >> 20} MiB in float32 and {free >> 20} MiB are free: take a smaller model, or "
             "free some memory"
         )
+
+
+def pool_limits(config: ModelConfig, engine: EngineConfig, num_blocks: int | None) -> tuple[int, int]:
+    """(num_blocks, max_seq_len); None: what half of the free memory holds. Errors as in backends/pool.py."""
+    wanted = wanted_length(config, engine)
+    if num_blocks is None:
+        # A block with its share of what the backend keeps for each position: cos and sin, and the token of each slot.
+        position_bytes = 4 * (
+            config.num_layers * 2 * config.num_kv_heads * config.head_dim + config.head_dim + engine.slots
+        )
+        num_blocks = pool_size(
+            wanted,
+            engine,
+            block_bytes=BLOCK_SIZE * position_bytes,
+            available=available_memory() // 2,
+            holder="half of the free memory",
+        )
+    return num_blocks, longest_sequence(wanted, num_blocks)
 
 
 def _place(array: npt.NDArray[Any], dtype: DtypeName) -> Weight | F32:

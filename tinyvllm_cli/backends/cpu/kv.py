@@ -1,4 +1,4 @@
-"""The pool of KV blocks, and how many blocks fit."""
+"""The pool of KV blocks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from tinyvllm_cli.backends.cpu.machine import available_memory
-from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
-from tinyvllm_cli.errors import ModelError, UsageError
+from tinyvllm_cli.config import BLOCK_SIZE, ModelConfig
+from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.types import F32, I32
-
-MAX_BLOCKS = 2**31 // BLOCK_SIZE  # rows of the pool are counted in i32
 
 
 class KVCache:
@@ -66,29 +63,3 @@ def _untouched(size: int) -> F32:
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.float32)
-
-
-def pool_size(config: ModelConfig, engine: EngineConfig, num_blocks: int | None) -> tuple[int, int]:
-    """(num_blocks, max_seq_len): what all slots can use at full length, or what fits.
-
-    num_blocks None: bounded by half of the memory that is free. Block 0 is the null block, nobody's.
-    UsageError where max_model_len is more than the model's context, ModelError where it, or any sequence, does not fit.
-    """
-    wanted = engine.max_model_len or config.max_position
-    if wanted > config.max_position:
-        raise UsageError(f"--max-model-len {wanted} is more than the model's context, at most {config.max_position}")
-    # A block with its share of what the backend keeps for each position: cos and sin, and the token of each slot.
-    position_bytes = 4 * (
-        config.num_layers * 2 * config.num_kv_heads * config.head_dim + config.head_dim + engine.slots
-    )
-    block_bytes = BLOCK_SIZE * position_bytes
-    blocks_each = -(-wanted // BLOCK_SIZE)
-    if num_blocks is None:
-        num_blocks = min(1 + engine.slots * blocks_each, available_memory() // 2 // block_bytes, MAX_BLOCKS)
-        needed = 1 + (blocks_each if engine.max_model_len else 1)
-        if num_blocks < needed:
-            raise ModelError(
-                f"the KV cache of one sequence needs {needed * block_bytes >> 20} MiB, half of the free memory is "
-                f"{max(0, num_blocks) * block_bytes >> 20} MiB: free some, or give a smaller --max-model-len or model"
-            )
-    return num_blocks, min(wanted, (num_blocks - 1) * BLOCK_SIZE)
