@@ -77,7 +77,7 @@ class FakePending:
         self.backend.in_flight.pop(0)
         clock = self.backend.clock
         clock.now = max(clock.now, self.ready_at)
-        return StepOutput(np.array([self.tokens], np.int32))
+        return StepOutput(np.array([self.tokens], np.int32), np.full((1, len(self.tokens)), np.nan, np.float32))
 
 
 @dataclass

@@ -57,6 +57,7 @@ class EngineConfig:
     max_batch_tokens: int = 512
     dtype: DtypeName = "float32"
     threads: int | None = None  # None: the CPUs this process may use
+    gpu_memory: float | int = 0.9  # of a GPU: a share of what is free, or bytes where it is an int
     seed: int = 0  # of the run; requests without their own derive theirs from it
 
     def __post_init__(self) -> None:

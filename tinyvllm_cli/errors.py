@@ -36,6 +36,10 @@ class ModelError(TinyvllmError):
     """The model's files cannot be found, fetched, read or run."""
 
 
+class DeviceError(TinyvllmError):
+    """The GPU cannot be used, or failed under way: after that nothing on it can be trusted, and the run ends."""
+
+
 class UsageError(TinyvllmError):
     """The command line asks for something that cannot be."""
 

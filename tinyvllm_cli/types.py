@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tinyvllm_cli.config import DtypeName
 from tinyvllm_cli.errors import FailureType
 
 I32: TypeAlias = npt.NDArray[np.int32]
@@ -156,6 +157,16 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class BackendFacts:
+    """What a backend is, for start lines and run records."""
+
+    name: Literal["cpu", "gpu"]
+    device: str  # as people call it: "CPU", "NVIDIA H200"
+    dtype: DtypeName  # of the weights as they are held
+    details: Mapping[str, str | int] = field(default_factory=dict)  # versions of driver and libraries, planned bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SlotOptions:
     """How tokens are drawn for the sequence in a slot."""
 
@@ -167,6 +178,7 @@ class SlotOptions:
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_ids: tuple[int, ...] = ()  # EOS and stop ids: masked at positions before min_position
     min_position: int = 0  # i32; first position at which one of stop_ids may stand
+    logprobs: bool = False  # whether StepOutput.logprobs is wanted for its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +201,7 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     token_ids: I32  # [repeat, R], repeat = 1 until repeated steps land; -1 = NaN in the logits, -2 = nothing allowed
+    logprobs: F32  # [repeat, R] log-softmax of the raw logits at the token; NaN where not asked for, or no token
 
 
 # ---------------------------------------------------------------- the batcher's own

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from tinyvllm_cli.types import F32, I32, Batch, Limits, SlotOptions, StepOutput
+from tinyvllm_cli.types import F32, I32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
 
 
 class Pending(Protocol):
@@ -37,6 +37,9 @@ class Pending(Protocol):
 class Backend(Protocol):
     @property
     def limits(self) -> Limits: ...
+
+    @property
+    def facts(self) -> BackendFacts: ...
 
     def bind(self, slot: int, token_ids: Seq[int] | I32, options: SlotOptions) -> None:
         """A sequence gets a slot: its known tokens go into the table, its options into the slot."""

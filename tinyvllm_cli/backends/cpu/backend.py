@@ -27,7 +27,7 @@ from tinyvllm_cli.model.parameters import Weight, collect_parameters
 from tinyvllm_cli.model.rope import rope_tables
 from tinyvllm_cli.model.weights.layout import iter_weights
 from tinyvllm_cli.model.weights.source import TensorSource
-from tinyvllm_cli.types import F32, I32, Batch, Limits, SlotOptions, StepOutput
+from tinyvllm_cli.types import F32, I32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
 
 FIRST_POSITIONS = 4096  # of the RoPE tables, before a sequence needs more
 FUSED = re.compile(r"\.[qkv]_proj\.|\.(gate|up)_proj\.")  # tensors that become parts of one
@@ -83,11 +83,16 @@ class CpuBackend:
         self._rope = self._rope_tables(min(FIRST_POSITIONS, max_seq_len))
         self._slots = Slots(engine.slots, max_seq_len)
         self._device = Device(engine.threads or available_cpus())
+        self._facts = BackendFacts("cpu", "CPU", engine.dtype)
         self._closed = False
 
     @property
     def limits(self) -> Limits:
         return self._limits
+
+    @property
+    def facts(self) -> BackendFacts:
+        return self._facts
 
     def bind(self, slot: int, token_ids: Seq[int] | I32, options: SlotOptions) -> None:
         known = np.asarray(token_ids, np.int32)
@@ -98,7 +103,7 @@ class CpuBackend:
     def step(self, batch: Batch) -> Done:
         rows, logits = self._forward(batch)
         token_ids = ops.sample(self._device, logits, rows, self._slots, num_ids=self._num_ids)
-        return Done(StepOutput(token_ids[None]))
+        return Done(StepOutput(token_ids[None], np.full((1, len(token_ids)), np.nan, np.float32)))
 
     def logits(self, batch: Batch) -> F32:
         return self._forward(batch)[1]
