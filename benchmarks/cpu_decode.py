@@ -22,8 +22,9 @@ import numpy as np
 import torch  # noqa: TID251  (the other side of the comparison)
 import transformers  # noqa: TID251
 
+from tinyvllm_cli.backends.choose import engine_config
 from tinyvllm_cli.backends.cpu.backend import CpuBackend
-from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig
+from tinyvllm_cli.config import BLOCK_SIZE, EngineOptions
 from tinyvllm_cli.model.checkpoint import open_checkpoint
 from tinyvllm_cli.types import I32, Batch, SlotOptions
 
@@ -128,7 +129,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     checkpoint = open_checkpoint(options.model)
-    engine = EngineConfig(slots=max(DECODE_SEQUENCES), threads=options.threads, max_model_len=1024)
+    asked = EngineOptions(slots=max(DECODE_SEQUENCES), threads=options.threads, max_model_len=1024)
+    engine = engine_config("cpu", asked, checkpoint)
     backend = CpuBackend(checkpoint.config, checkpoint.tensors, engine, tokenizer_size=checkpoint.config.vocab_size)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         options.model.parent, gguf_file=options.model.name, dtype=torch.float32

@@ -1,8 +1,15 @@
-"""Fixtures of many tests. TINYVLLM_NO_MODEL_TESTS=1 deselects those marked `model`, which need the default one."""
+"""Fixtures of many tests, and which tests run where: some marked ones need what not all machines have.
+
+TINYVLLM_NO_MODEL_TESTS=1 deselects `model`; TINYVLLM_TEST_CUDA12=1 selects `cuda12`; TINYVLLM_REQUIRE_GPU=1 makes a
+`gpu` test fail where it would be skipped, TINYVLLM_REQUIRE_COMPILER=1 one that is `emulated`.
+"""
 
 import os
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -10,17 +17,95 @@ from tiny import make_tiny_model
 
 from tinyvllm_cli.config import DEFAULT_MODEL
 
+if TYPE_CHECKING:
+    from emulated_cuda import Runtime
+
 settings.register_profile("patient", deadline=None)  # how long an example takes says more of the machine than of us
 settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect, never skip: a run without these tests says so in its summary, and a missing model is a failure."""
-    if os.environ.get("TINYVLLM_NO_MODEL_TESTS") != "1":
+    unwanted = ["model"] if os.environ.get("TINYVLLM_NO_MODEL_TESTS") == "1" else []
+    if os.environ.get("TINYVLLM_TEST_CUDA12") != "1":
+        unwanted.append("cuda12")
+    kept: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    for item in items:
+        (deselected if any(item.get_closest_marker(name) for name in unwanted) else kept).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = kept
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture asks for the card
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A `gpu` test is skipped only where no NVIDIA device is visible; where one is and cannot be used, it fails. An
+    `emulated` one is skipped only where no C++ compiler is.
+    """
+    if item.get_closest_marker("gpu") is not None:
+        visible, problem = gpu_problem()
+        _skip(problem, fail=visible or os.environ.get("TINYVLLM_REQUIRE_GPU") == "1")
+    if item.get_closest_marker("emulated") is not None:
+        from cuda_emulator import compiler
+
+        problem = None if compiler() else "emulating CUDA needs Linux and a C++ compiler"
+        _skip(problem, fail=os.environ.get("TINYVLLM_REQUIRE_COMPILER") == "1")
+
+
+def _skip(problem: str | None, *, fail: bool) -> None:
+    """Skip the test where there is a problem, or fail it."""
+    if problem is None:
         return
-    deselected = [item for item in items if item.get_closest_marker("model")]
-    config.hook.pytest_deselected(items=deselected)
-    items[:] = [item for item in items if not item.get_closest_marker("model")]
+    if fail:
+        pytest.fail(problem, pytrace=False)
+    pytest.skip(problem)
+
+
+@cache
+def gpu_problem() -> tuple[bool, str | None]:
+    """Whether an NVIDIA device is visible, and why GPU tests cannot run; None where they can."""
+    from tinyvllm_cli.backends.gpu.driver import find_driver
+    from tinyvllm_cli.backends.gpu.packages import require_packages
+    from tinyvllm_cli.errors import DeviceError
+
+    driver = find_driver()
+    if driver is None:
+        return False, "no NVIDIA device is visible"
+    try:
+        require_packages(driver)
+    except DeviceError as error:
+        return True, str(error)
+    return True, None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of the greatest errors that GPU tests have seen, beside the tolerances."""
+    tools = sys.modules.get("gpu_tools")
+    lines = tools.error_table() if tools else []
+    if lines:
+        terminalreporter.section("errors on the GPU")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+@pytest.fixture(autouse=True)
+def _records(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The table of errors is that of the card."""
+    tools = sys.modules.get("gpu_tools")
+    count = len(tools.RECORDS) if tools else 0
+    yield
+    if tools and request.node.get_closest_marker("emulated"):
+        del tools.RECORDS[count:]
+
+
+@pytest.fixture
+def cuda() -> "Iterator[Runtime]":
+    """A GPU in the place of CuPy, driver and packages; for tests that are marked `emulated`."""
+    from emulated_gpu import emulated_gpu
+
+    with emulated_gpu() as runtime:
+        yield runtime
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +118,11 @@ def default_model() -> Path:
 
 @pytest.fixture(scope="module")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache folder of the module's own, and no model in the environment."""
+    """A cache folder of the module's own, no model in the environment, and the CPU on every machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINYVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.delenv("TINYVLLM_MODEL", raising=False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
         yield
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinyvllm_cli.errors import RequestError
+from tinyvllm_cli.errors import DeviceError, RequestError
 from tinyvllm_cli.types import Batch, Limits, Request, SamplingParams, SlotOptions, StepOutput
 
 UNWRITTEN = -9  # in the token table
@@ -74,7 +74,9 @@ class FakePending:
 
     def result(self) -> StepOutput:
         assert self.backend.in_flight[0] is self, "results are read in the order of the steps"
-        self.backend.in_flight.pop(0)
+        if len(self.backend.results) == self.backend.failing_result:
+            raise DeviceError("device lost")
+        self.backend.results.append(self.backend.in_flight.pop(0).tokens)
         clock = self.backend.clock
         clock.now = max(clock.now, self.ready_at)
         return StepOutput(np.array([self.tokens], np.int32), np.full((1, len(self.tokens)), np.nan, np.float32))
@@ -92,7 +94,9 @@ class FakeBackend:
     steps: list[Step] = field(default_factory=list)
     bound: list[tuple[int, ...]] = field(default_factory=list)  # the prompt of each bind
     in_flight: list[FakePending] = field(default_factory=list)
+    results: list[list[int]] = field(default_factory=list)  # that were read
     failing_step: int | None = None  # the number of the step at which the device breaks
+    failing_result: int | None = None  # the same, noticed only when its tokens are read
 
     def __post_init__(self) -> None:
         size = (self.limits.num_blocks, self.limits.block_size)
@@ -115,7 +119,7 @@ class FakeBackend:
 
     def step(self, batch: Batch) -> FakePending:
         if len(self.steps) == self.failing_step:
-            raise RuntimeError("device lost")
+            raise DeviceError("device lost")
         assert len(self.in_flight) < self.limits.max_in_flight
         self._check_shapes(batch)
         starts = batch.query_start_loc

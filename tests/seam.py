@@ -25,6 +25,7 @@ class Subject:
     fill: Callable[[Backend, float, int | None], None]  # the KV of one block, or of the whole pool
     kv: Callable[[Backend, int], npt.NDArray[np.float32]]  # (backend, block) -> [layer, k|v, kv_head, BLOCK, head_dim]
     tokens: Callable[[Backend, int], npt.NDArray[np.int32]]  # (backend, slot) -> the row of the token table
+    exact: bool = False  # whether a row has the same bits in any batch, and not only the same tokens
 
     def fresh(self, **limits: int) -> Backend:
         backend = self.make(**({"slots": 8, "num_blocks": 40, "max_batch_tokens": 64, "max_in_flight": 1} | limits))

@@ -32,7 +32,7 @@ NEW_KEYS_LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000
 def logits(path: Path) -> F32:
     """Raw logits f32[prompts, V] of the last row of each prompt, through the CPU backend."""
     checkpoint = open_checkpoint(path)
-    engine = EngineConfig(slots=1, max_model_len=128, max_batch_tokens=128)
+    engine = EngineConfig(slots=1, max_model_len=128, max_batch_tokens=128, dtype="float32")
     with closing(CpuBackend(checkpoint.config, checkpoint.tensors, engine, tokenizer_size=TOKENIZER_SIZE)) as backend:
         return np.concatenate([backend.logits(prompt_step(ids)) for ids in prompts()])
 

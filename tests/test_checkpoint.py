@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import make_tiny_model
 from weight_files import QUANTIZED, quantize_gguf, twin
 
-from tinyvllm_cli.config import EngineConfig
+from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.load import open_engine
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
@@ -210,5 +210,5 @@ def test_a_gguf_header_is_read_once_for_a_whole_engine(tmp_path: Path, monkeypat
 
     for module in ("model.weights.gguf", "model.checkpoint"):
         monkeypatch.setattr(f"tinyvllm_cli.{module}.read_gguf", counted)
-    open_engine(str(file), config=EngineConfig(slots=1, max_model_len=64), report=print).close()
+    open_engine(str(file), backend="cpu", config=EngineOptions(slots=1, max_model_len=64), report=print).close()
     assert reads == [file]

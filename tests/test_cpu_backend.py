@@ -16,9 +16,10 @@ from seam_contract import LAWS
 from threadpoolctl import threadpool_info
 from tiny import make_tiny_model
 
+from tinyvllm_cli.backends.choose import engine_config
 from tinyvllm_cli.backends.cpu import backend as module
 from tinyvllm_cli.backends.cpu.backend import CpuBackend
-from tinyvllm_cli.config import EngineConfig
+from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.errors import ModelError, UsageError
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
 
@@ -27,7 +28,7 @@ def backend_over(checkpoint: Checkpoint, *, num_blocks: int | None = 40, max_in_
     return CpuBackend(
         checkpoint.config,
         checkpoint.tensors,
-        EngineConfig(**engine),
+        engine_config("cpu", EngineOptions(**engine), checkpoint),
         tokenizer_size=NUM_IDS,
         num_blocks=num_blocks,
         max_in_flight=max_in_flight,
@@ -135,7 +136,7 @@ BLOCK_BYTES = KV_BYTES + 16 * (2 * 8 * 4 + 3 * 4)  # and for each position cos a
 
 def sizes(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, free_blocks: int, **engine: Any) -> tuple[int, int]:
     monkeypatch.setattr(module, "available_memory", lambda: 2 * free_blocks * BLOCK_BYTES + 100)
-    return module.pool_limits(checkpoint.config, EngineConfig(**engine), None)
+    return module.pool_limits(checkpoint.config, engine_config("cpu", EngineOptions(**engine), checkpoint), None)
 
 
 def test_the_pool_is_what_all_slots_can_use_or_half_of_the_free_memory(
@@ -249,4 +250,4 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
 ):
     monkeypatch.setattr("tinyvllm_cli.backends.cpu.backend.available_memory", lambda: 1000)
     with pytest.raises(ModelError, match=r"the weights need \d+ MiB in float32 and 0 MiB are free"):
-        CpuBackend(checkpoint.config, checkpoint.tensors, EngineConfig(slots=1), tokenizer_size=8)
+        backend_over(checkpoint, slots=1)

@@ -68,7 +68,7 @@ def test_the_quickstart_is_read():
 def test_the_answers_that_the_pages_show_are_those_of_a_run(default_model: Path, tmp_path: Path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text((ROOT / "prompts" / "quickstart.jsonl").read_text() + request_of_lines_page())
-    assert run_here("run", source, "-m", default_model, "-o", out, "-q") == 0
+    assert run_here("run", source, "-m", default_model, "-o", out, "-q", "--backend", "cpu") == 0
     found = {answer["custom_id"]: place_free(answer) for answer in read_answers(out)}
     shown = [json.loads(line) for page in PAGES for line in page.read_text().splitlines() if ANSWER.match(line)]
     assert [answer["custom_id"] for answer in shown] == ["capital", 16, "r1"]

@@ -11,24 +11,25 @@ from tiny import CHAT_TEMPLATE, make_tiny_model
 from tiny_wheel import CONTENT, make_entry
 
 from tinyvllm_cli import doctor
-from tinyvllm_cli.cli.doctor import doctor as command
+from tinyvllm_cli.cli import tinyvllm
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.catalogue import obtain
 
-CHECKS = ["Python", "NumPy", "memory", "cache", "default model", "known answer"]
+CHECKS = ["Python", "NumPy", "memory", "cache", "default model", "known answer", "GPU"]
 
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, and a known answer that comes without a model."""
+    """An empty cache, no GPU, and a known answer that comes without a model."""
     monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("TINYVLLM_OFFLINE", raising=False)
     monkeypatch.setattr(doctor, "answer", lambda *args: doctor.KNOWN_IDS)
+    monkeypatch.setattr("tinyvllm_cli.backends.gpu.driver.find_driver", lambda: None)
 
 
 def run() -> tuple[int, dict[str, str], str]:
     """Exit code, "ok" or "no" by check, standard output."""
-    result = CliRunner().invoke(command)
+    result = CliRunner().invoke(tinyvllm, ["doctor"])
     lines = [line for line in result.stdout.splitlines() if not line.startswith("    ")]
     return result.exit_code, {line[4:].split(":")[0]: line[:3].strip() for line in lines}, result.stdout
 
@@ -37,7 +38,10 @@ def test_a_sound_machine_is_told_so():
     code, verdicts, output = run()
     assert verdicts == dict.fromkeys(CHECKS, "ok")
     assert code == 0
-    assert output.splitlines()[-1] == "ok  known answer: equal"
+    assert output.splitlines()[-2:] == [
+        "ok  known answer: equal",
+        "ok  GPU: no NVIDIA device is visible, models run on the CPU",
+    ]
 
 
 def failing(exception: Exception):
@@ -82,7 +86,7 @@ def test_a_damaged_model_is_mended_by_fetching_it_again(tmp_path, monkeypatch):
     path.write_bytes(CONTENT[::-1])
     monkeypatch.setattr(doctor, "answer", lambda *args: WRONG)
     code, verdicts, output = run()
-    assert (code, [name for name, verdict in verdicts.items() if verdict == "no"]) == (1, CHECKS[-2:])
+    assert (code, [name for name, verdict in verdicts.items() if verdict == "no"]) == (1, CHECKS[4:6])
     assert mending(output) == [f"rm {path} && TINYVLLM_OFFLINE=0 tinyvllm models pull {doctor.DEFAULT_MODEL}"] * 2
 
 
@@ -109,6 +113,7 @@ def test_the_known_ids_are_those_of_the_reference():
         record for record in golden["records"] if record["prompt"] == [{"role": "user", "content": doctor.QUESTION}]
     ]
     assert list(doctor.KNOWN_IDS) == record["output_ids"]
+    assert list(doctor.KNOWN_MARGINS) == record["margins"]
 
 
 def test_the_answer_comes_from_the_real_engine(tmp_path, monkeypatch):

@@ -4,7 +4,8 @@ import pytest
 from fake_backend import FakeBackend, FakeCodec, NextToken, VirtualClock, hashed, limits, request, scripted
 
 from tinyvllm_cli.engine.engine import Engine
-from tinyvllm_cli.types import Completion, Delta, Event, Limits, Request, Stats, Usage
+from tinyvllm_cli.errors import DeviceError
+from tinyvllm_cli.types import Completion, Delta, Event, Failure, Limits, Request, Stats, Usage
 
 EOS = (2, 7)
 
@@ -196,13 +197,23 @@ def test_a_prompt_that_cannot_be_made_fails_its_request_alone():
     assert all(c.error is None for c in good)
 
 
-def test_what_the_backend_raises_leaves_step():
-    engine, backend = make_engine(WORDS)
-    backend.failing_step = 1
-    engine.add(request(0, (5,)))
-    engine.step()
-    with pytest.raises(RuntimeError, match="device lost"):
-        engine.step()
+@pytest.mark.parametrize("fault", ["failing_step", "failing_result"])
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_what_the_backend_raises_leaves_step_and_fails_those_that_hold_a_slot(fault: str, ahead: int):
+    engine, backend = make_engine(hashed(), limits(max_slots=2, max_in_flight=ahead))
+    setattr(backend, fault, 4)
+    for i in range(4):
+        engine.add(request(i, (5 + i,), max_tokens=9, ignore_eos=True, min_tokens=2))
+    engine.abort(0)
+    with pytest.raises(DeviceError, match="device lost"):
+        finish(engine)
+    failed = engine.fail_running("the device is lost")
+    assert [c.request_id for c in failed] == [1, 2], "the last one waits"
+    assert {(c.choices, c.usage, c.stats, c.error) for c in failed} == {
+        ((), None, None, Failure("internal", "the device is lost"))
+    }
+    engine.check()
+    assert engine.fail_running("again") == []
 
 
 def test_memory_that_runs_out_in_text_work_is_no_request_s_fault():

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from tiny import BYTE_OFFSET, EOS_IDS, make_tiny_model
 
+from tinyvllm_cli.backends.choose import engine_config
 from tinyvllm_cli.backends.cpu.backend import CpuBackend
-from tinyvllm_cli.config import EngineConfig
+from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
 from tinyvllm_cli.text.codec import TextCodec
@@ -46,7 +47,7 @@ class Model:
         backend = CpuBackend(
             self.checkpoint.config,
             self.checkpoint.tensors,
-            EngineConfig(max_model_len=96, **config),
+            engine_config("cpu", EngineOptions(max_model_len=96, **config), self.checkpoint),
             tokenizer_size=self.codec.size,
             num_blocks=num_blocks,
             max_in_flight=max_in_flight,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from steps import prompt_step
 
-from tinyvllm_cli.config import EngineConfig
+from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.load import open_engine
 from tinyvllm_cli.types import Completion, Message, Request, SamplingParams
 
@@ -22,7 +22,7 @@ LOGIT_TOLERANCE = 2e-3
 
 
 def load(model, **config):
-    return open_engine(str(model), config=EngineConfig(max_model_len=128, **config), report=print)
+    return open_engine(str(model), backend="cpu", config=EngineOptions(max_model_len=128, **config), report=print)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.io.feed import AHEAD, Feed, FileFeed, PipeFeed
 from tinyvllm_cli.io.progress import Silent
 from tinyvllm_cli.io.prompts import Defaults, Item, read_lines, read_requests
@@ -225,6 +226,39 @@ def test_internal_errors_are_recorded_and_the_run_goes_on(tmp_path: Path):
     record.write("finished", {})
     assert "LookupError" in json.loads((tmp_path / "r.json").read_text())["tracebacks"][0]
     assert all("Traceback" not in error["message"] for error in bugs)
+
+
+@pytest.mark.parametrize("fault", ["failing_step", "failing_result"])
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("at", [0, 1, 7])
+def test_a_device_that_fails_costs_what_it_was_answering_and_nothing_else(
+    tmp_path: Path, fault: str, ahead: int, at: int
+):
+    lines = [
+        {"custom_id": i, "prompt_token_ids": [9 + i], "max_tokens": 2 + 3 * (i % 2), "ignore_eos": True}
+        for i in range(9)
+    ]
+    lines[2] = b"{"  # wrong before the model is asked
+    whole = by_id(run(tmp_path / "whole", lines))
+    clock = VirtualClock()
+    backend = FakeBackend(limits(max_slots=2, max_in_flight=ahead), hashed(), clock, **{fault: at})
+    engine = Engine(backend, FakeCodec(clock), eos_token_ids=(2, 7), clock=clock)
+    record = RunRecord(tmp_path / "r.json", {}, warn=print)
+    with (tmp_path / "out").open("wb") as file:
+        job = make_job(engine, FileFeed(items(lines)), file.fileno(), record=record)
+        with pytest.raises(DeviceError, match="device lost"):
+            job.run()
+    found = by_id(read_answers(tmp_path / "out"))
+    lost = {name: answer["error"] for name, answer in found.items() if answer["error"] and name != "line-3"}
+    assert 0 < len(lost) <= 2 and (at == 7) == bool(found.keys() - lost.keys() - {"line-3"})
+    for error in lost.values():
+        assert (error["type"], error["message"]) == ("internal", "the GPU failed under way: device lost")
+    assert all(place_free(found[name]) == place_free(whole[name]) for name in found.keys() - lost.keys())
+    waiting = set(range(9)) - {2} - found.keys()
+    assert max(lost) < min(waiting), "those that wait have no line"
+    assert job.tally.done == len(found)
+    record.write("failed", {})
+    assert json.loads((tmp_path / "r.json").read_text())["tracebacks"] == []
 
 
 def test_a_signal_waits_for_the_answers_of_a_step(out: Path):

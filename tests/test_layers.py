@@ -1,7 +1,12 @@
-"""No module reaches round the seam: which part of the package may import which other."""
+"""No module reaches round the seam: which part of the package may import which other, and that ops are twins."""
 
 import ast
+import inspect
 from pathlib import Path
+from typing import Any
+
+from tinyvllm_cli.backends.cpu import ops as cpu_ops
+from tinyvllm_cli.backends.gpu import ops as gpu_ops
 
 PACKAGE = Path(__file__).parent.parent / "tinyvllm_cli"
 WORDS = {"types", "errors", "config", "__init__"}  # what everybody may use
@@ -14,6 +19,7 @@ ALLOWED = {
     "text": {"model"},  # a tokenizer may stand in a GGUF file
     "model": set(),
     "backends.base": set(),
+    "backends.choose": {"model", "backends.cpu", "backends.gpu", *NEUTRAL},
     "backends.machine": set(),
     "backends.pool": set(),
     "backends.row_layout": set(),
@@ -52,4 +58,15 @@ def test_every_part_imports_only_what_it_may():
 
 def test_the_table_is_looked_at():
     assert imports(PACKAGE / "backends" / "cpu" / "backend.py") >= {"model", "config", "types"}
-    assert imports(PACKAGE / "load.py") >= {"engine", "backends.cpu", "text"}
+    assert imports(PACKAGE / "load.py") >= {"engine", "backends.choose", "text"}
+    assert imports(PACKAGE / "backends" / "choose.py") >= {"backends.cpu", "backends.gpu", "model"}
+
+
+def test_the_ops_have_the_names_and_arguments_of_the_cpus():
+    def arguments(function: Any) -> list[tuple[str, Any, Any]]:
+        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+    assert gpu_ops.__all__ == cpu_ops.__all__
+    assert {name: arguments(getattr(gpu_ops, name)) for name in gpu_ops.__all__} == {
+        name: arguments(getattr(cpu_ops, name)) for name in cpu_ops.__all__
+    }

@@ -60,7 +60,10 @@ def test_show_says_what_a_folder_holds(tmp_path):
     assert shown["suggests"] == "temperature 0.6, top_p 0.9"
     (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_k": -1}')  # no word on do_sample
     assert fields(run("show", str(folder)))["suggests"] == "temperature 0.7"
-    assert shown["KV cache"].startswith(f"{3 * 2 * np.zeros((2, 16), np.float32).nbytes} bytes")  # K and V, 3 layers
+    on_cpu, on_gpu = (
+        3 * 2 * np.zeros((2, 16), dtype).nbytes for dtype in (np.float32, np.float16)
+    )  # K and V, 3 layers
+    assert shown["KV cache"] == f"{on_cpu} bytes a token on the CPU (float32), {on_gpu} on a GPU (16 bits)"
     assert "bfloat16" in shown["weights"]
 
 

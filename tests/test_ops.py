@@ -232,7 +232,7 @@ def test_projections_add_to_the_residual_in_place(rows: int, op, bias: Array | N
 
 def test_norm_lm_head_takes_the_sampled_rows(device: Device):
     x, norm, head = random(9, H), random(H), random(V, H)
-    for indices in ([8], [0, 0, 5], [], list(range(9))):
+    for indices in ([8], [0, 0, 5], [], list(range(1, 9))):
         rows = rows_of([Sequence(0, [1], 0, 9)], indices)
         logits = ops.norm_lm_head(device, x, rows, norm=norm, eps=EPS, head=Weight(head))
         assert logits.shape == (len(indices), V)

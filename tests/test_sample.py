@@ -2,13 +2,23 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyvllm_cli.backends.cpu.sample import gumbel, gumbel_from_words, philox4x32_10, sample_row, sample_rows
+from tinyvllm_cli.backends.cpu.sample import (
+    gumbel,
+    gumbel_from_words,
+    logprob,
+    philox4x32_10,
+    sample,
+    sample_row,
+    sample_rows,
+)
+from tinyvllm_cli.backends.cpu.slots import Slots
 from tinyvllm_cli.types import SlotOptions
 
 pytestmark = pytest.mark.filterwarnings("error")  # an overflow or a NaN on the way is a fault
@@ -241,3 +251,43 @@ def test_a_limit_above_the_vocabulary_is_no_limit():
     for position in range(100):
         free = sample_row(row, SlotOptions(temperature=3.0), position, 50)
         assert sample_row(row, SlotOptions(temperature=3.0, top_k=10**9), position, 50) == free
+
+
+# ---------------------------------------------------------------- logprobs
+
+
+@given(st.lists(st.floats(-1e3, 1e3, width=32) | st.sampled_from([-3e38, 3e38]), min_size=1), st.data())
+def test_a_logprob_is_the_log_softmax(logits, data):
+    row, token_id = np.array(logits, np.float32), data.draw(st.integers(0, len(logits) - 1))
+    shifted = row.astype(np.float64) - row.max()
+    exact = shifted[token_id] - math.log(np.exp(shifted).sum())
+    found = logprob(row, token_id)
+    assert found <= 0
+    assert found == pytest.approx(exact, rel=1e-6, abs=1e-6) or (
+        exact < np.finfo(np.float32).min and found == -math.inf
+    )
+
+
+def test_logprobs_are_of_the_raw_logits_and_for_those_who_ask():
+    """Whatever bias, masks, filters and temperature made of them, and over padding ids too."""
+    options = [
+        SlotOptions(),
+        *FILTERS,
+        *(replace(option, logit_bias=((3, 50.0),), logprobs=True) for option in FILTERS),
+    ]
+    logits = random_rows(len(options), 60, seed=7)
+    logits[:, 55:] += 4  # padding ids with most of the mass
+    logits[-1, 9] = np.nan
+    slots = Slots(len(options), 40)
+    slots.options = [replace(option, stop_ids=(1,), min_position=30) for option in options]
+    order = np.arange(len(options), dtype=np.int32)
+    rows = SimpleNamespace(positions=order + 1, logits_indices=order, sample_slots=order)
+    token_ids, logprobs = sample(None, logits, rows, slots, num_ids=50)
+    assert token_ids.tolist() == sample_rows(logits, slots.options, rows.positions + 1, 50).tolist()
+    assert logprobs.dtype == np.float32 and logprobs.shape == token_ids.shape
+    asked = np.array([option.logprobs for option in options]) & (token_ids >= 0)
+    assert asked.tolist() == [False] * 6 + [True] * 4 + [False]
+    assert np.isnan(logprobs[~asked]).all()
+    raw = logits[asked].astype(np.float64)
+    exact = raw - np.log(np.exp(raw).sum(axis=1, keepdims=True))
+    assert logprobs[asked] == pytest.approx(exact[np.arange(4), token_ids[asked]], rel=1e-5)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from tinyvllm_cli.errors import UsageError
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
+AskedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 BLOCK_SIZE = 16  # tokens of a KV block
+GPU_MEMORY = 0.9  # of what is free on a GPU: room for what others start meanwhile
 DEFAULT_MODEL = "smollm2-135m-instruct"  # a name of model/catalogue.py
 
 
@@ -49,15 +52,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """How much runs at once. Nothing here changes an answer, except max_model_len where it cuts one."""
+class EngineOptions:
+    """What is asked of an engine. Nothing here changes an answer, except dtype, and max_model_len where it cuts one."""
 
-    slots: int = 32
+    slots: int | None = None  # requests at once; None: what suits the backend (backends/choose.py)
+    max_batch_tokens: int | None = None  # rows of a step; None: the same
+    dtype: AskedDtype = "auto"
     max_model_len: int | None = None  # None: the model's, or what fits
-    max_batch_tokens: int = 512
-    dtype: DtypeName = "float32"
-    threads: int | None = None  # None: the CPUs this process may use
-    gpu_memory: float | int = 0.9  # of a GPU: a share of what is free, or bytes where it is an int
+    threads: int | None = None  # of the CPU backend; None: the CPUs this process may use
+    gpu_memory: float | int = GPU_MEMORY  # of a GPU: a share of what is free, or bytes where it is an int
     seed: int = 0  # of the run; requests without their own derive theirs from it
 
     def __post_init__(self) -> None:
@@ -65,3 +68,14 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}, wanted at least 1")
+        if not 0 < self.gpu_memory <= (1 if isinstance(self.gpu_memory, float) else math.inf):
+            raise UsageError(f"gpu_memory is {self.gpu_memory}, wanted a share above 0.0 and at most 1.0, or bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(EngineOptions):
+    """How an engine runs a model: what was asked for, completed. This is what a backend gets."""
+
+    slots: int
+    max_batch_tokens: int
+    dtype: DtypeName

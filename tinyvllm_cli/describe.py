@@ -12,8 +12,6 @@ from tinyvllm_cli.model.storage import format_bytes
 from tinyvllm_cli.text.chat_template import ChatTemplate, load_chat_template
 from tinyvllm_cli.text.tokenizer import Tokenizer, load_tokenizer
 
-KV_BYTES = 4  # of one number in the KV cache: float32 on the CPU
-
 
 def describe(files: ModelFiles) -> list[tuple[str, str]]:
     """Labels and values, in order. Reads headers and the tokenizer, no weights. Raises ModelError."""
@@ -28,17 +26,12 @@ def describe(files: ModelFiles) -> list[tuple[str, str]]:
             ("attention", _attention(config)),
             ("weights", _weights(checkpoint)),
             ("context", f"{config.max_position} tokens"),
-            ("KV cache", f"{kv_bytes_per_token(config)} bytes a token in float32"),
+            ("KV cache", _kv_cache(config)),
             ("RoPE", _rope(config.rope)),
             *_text_lines(checkpoint, load_tokenizer(checkpoint.source), load_chat_template(checkpoint.source)),
         ]
     finally:
         checkpoint.tensors.close()
-
-
-def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes of K and V that one token of a sequence keeps, over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_BYTES
 
 
 def _sizes(config: ModelConfig) -> str:
@@ -54,6 +47,12 @@ def _attention(config: ModelConfig) -> str:
     }
     heads = f"{config.num_heads} query heads, {config.num_kv_heads} KV heads, {config.head_dim} wide"
     return ", ".join([heads, *(name for name, present in flags.items() if present)])
+
+
+def _kv_cache(config: ModelConfig) -> str:
+    """Bytes of K and V that one token of a sequence keeps, over all layers."""
+    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return f"{4 * numbers} bytes a token on the CPU (float32), {2 * numbers} on a GPU (16 bits)"
 
 
 def _weights(checkpoint: Checkpoint) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.io.feed import Feed
 from tinyvllm_cli.io.progress import Display
 from tinyvllm_cli.io.record import RunRecord
@@ -52,7 +53,10 @@ class Job:
         self._started = clock()
 
     def run(self) -> None:
-        """Until every line has its answer or its error."""
+        """Until every line has its answer or its error.
+
+        DeviceError where the device fails under way: what was being answered has got its error, what waited no line.
+        """
         while not (self._feed.exhausted and self._engine.idle):
             self._fill()
             self._step()
@@ -119,7 +123,13 @@ class Job:
         steps = self._engine.stats.steps
         while not self._engine.idle and self._engine.stats.steps == steps:
             with self._hold():
-                for event in self._engine.step():
+                try:
+                    events = self._engine.step()
+                except DeviceError as error:
+                    for completion in self._engine.fail_running(f"the GPU failed under way: {error}"):
+                        self._finish(completion)
+                    raise
+                for event in events:
                     if isinstance(event, Completion):
                         self._finish(event)
 

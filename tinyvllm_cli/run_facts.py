@@ -12,7 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli import __version__
-from tinyvllm_cli.config import EngineConfig
 from tinyvllm_cli.io.fields import shown
 from tinyvllm_cli.io.prompts import Defaults
 from tinyvllm_cli.io.scan import Scan
@@ -50,9 +49,10 @@ def run_facts(
     }
 
 
-def model_facts(loaded: LoadedModel, config: EngineConfig, defaults: Defaults) -> dict[str, Any]:
+def model_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
     """What the model adds to the record: what is in force, with the answer fields of a line that has none."""
-    checkpoint, limits, template = loaded.checkpoint, loaded.backend.limits, loaded.codec.template
+    checkpoint, template = loaded.checkpoint, loaded.codec.template
+    limits, device = loaded.backend.limits, loaded.backend.facts
     facts: dict[str, Any] = {
         "model": {
             "name": loaded.files.name,
@@ -63,8 +63,8 @@ def model_facts(loaded: LoadedModel, config: EngineConfig, defaults: Defaults) -
             "format": checkpoint.format,
             "quantization": checkpoint.quantization,
         },
-        "backend": "cpu",
-        "engine": asdict(config),
+        "backend": {"name": device.name, "device": device.device, "dtype": device.dtype, **device.details},
+        "engine": asdict(loaded.config),
         "limits": asdict(limits),
         "answers": asdict(defaults.params),
         "chat_template": None,
@@ -80,13 +80,13 @@ def model_facts(loaded: LoadedModel, config: EngineConfig, defaults: Defaults) -
     return facts
 
 
-def model_line(loaded: LoadedModel, dtype: str) -> str:
-    checkpoint, limits = loaded.checkpoint, loaded.backend.limits
+def model_line(loaded: LoadedModel) -> str:
+    checkpoint, limits, facts = loaded.checkpoint, loaded.backend.limits, loaded.backend.facts
     commit = f", commit {loaded.files.commit[:12]}" if loaded.files.commit else ""
     stored = checkpoint.quantization or checkpoint.config.dtype
     return (
-        f"model:   {loaded.files.name}{commit}, {checkpoint.config.architecture}, {stored} weights as {dtype} on the"
-        f" CPU, {limits.max_slots} slots, context {limits.max_seq_len}, loaded in {loaded.load_s:.1f} s"
+        f"model:   {loaded.files.name}{commit}, {checkpoint.config.architecture}, {stored} weights as {facts.dtype} on"
+        f" the {facts.device}, {limits.max_slots} slots, context {limits.max_seq_len}, loaded in {loaded.load_s:.1f} s"
     )
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from tinyvllm_cli.backends.machine import available_cpus
-from tinyvllm_cli.config import DtypeName, EngineConfig
-from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, OutputClosedError, TinyvllmError, UsageError
+from tinyvllm_cli.backends.choose import BackendName
+from tinyvllm_cli.config import GPU_MEMORY, AskedDtype, EngineOptions
+from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, DeviceError, OutputClosedError, TinyvllmError, UsageError
 from tinyvllm_cli.io.feed import Feed, FileFeed, PipeFeed
 from tinyvllm_cli.io.progress import Display, make_display
 from tinyvllm_cli.io.prompts import Defaults, read_lines, read_requests
@@ -37,7 +37,7 @@ class RunOptions:
     input: str
     model: str
     revision: str | None = None
-    dtype: Literal["auto"] | DtypeName = "auto"
+    dtype: AskedDtype = "auto"
     system: str | None = None
     raw: bool = False
     max_tokens: int | None = None
@@ -51,8 +51,9 @@ class RunOptions:
     limit: int | None = None
     record: str | None = None
     quiet: bool = False
-    backend: Literal["auto", "cpu"] = "auto"
-    slots: int = 32
+    backend: BackendName = "auto"
+    gpu_memory: float | int = GPU_MEMORY
+    slots: int | None = None
     max_model_len: int | None = None
     threads: int | None = None
 
@@ -62,13 +63,13 @@ class RunOptions:
         named = {"max_tokens": self.max_tokens, "temperature": self.temperature, "stop": self.stop or None}
         return read_settings(named, self.set)
 
-    def engine_config(self) -> EngineConfig:
-        """With the values in force."""
-        return EngineConfig(
+    def engine_options(self) -> EngineOptions:
+        return EngineOptions(
             slots=self.slots,
+            dtype=self.dtype,
             max_model_len=self.max_model_len,
-            dtype="float32" if self.dtype == "auto" else self.dtype,
-            threads=self.threads or available_cpus(),
+            threads=self.threads,
+            gpu_memory=self.gpu_memory,
             seed=self.seed,
         )
 
@@ -78,7 +79,6 @@ class _Checked:
     """A run whose cheap checks have passed: all that is known before there is a model."""
 
     options: RunOptions
-    config: EngineConfig
     settings: dict[str, Any]
     source: Source
     scan: Scan | None  # None: the input can be read only once
@@ -97,7 +97,6 @@ def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[s
         raise UsageError("--system needs the chat template that --raw turns off: give one of them")
     settings, (system, system_file) = options.settings(), read_system(options.system)
     source = open_source(options.input)
-    config = options.engine_config()
     used = {"input": source.status} | ({} if system_file is None else {"--system file": system_file})
     # A pipe stays open: closing it would wait for the thread that reads it.
     with closing(source.stream) if source.regular else nullcontext():
@@ -107,7 +106,7 @@ def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[s
             record_path = _record_path(options, writer, used)
             facts = run_facts(command, asdict(options), origins, source, scan)
             display = make_display(quiet=options.quiet, answers_on_terminal=writer.is_terminal)
-            run = _Checked(options, config, settings, source, scan, writer, record_path, facts, display)
+            run = _Checked(options, settings, source, scan, writer, record_path, facts, display)
             if scan is not None and scan.requests == 0:
                 return _nothing_to_do(run)
             with closing(_load(run, system)) as loaded:
@@ -135,17 +134,23 @@ def _answer(run: _Checked, loaded: LoadedModel, hold: Hold) -> int:
     options, source, writer, display = run.options, run.source, run.writer, run.display
     sampling = loaded.checkpoint.generation.sampling if options.model_sampling else {}
     defaults = line_defaults(run.settings, sampling, raw=options.raw)
-    display.say(model_line(loaded, run.config.dtype))
+    display.say(model_line(loaded))
     display.say(prompts_line(loaded, source, run.scan, raw=options.raw))
     display.say(
         answers_line(loaded, writer.name, defaults.params, seed=options.seed, model_sampling=options.model_sampling)
     )
-    record = RunRecord(run.record_path, run.facts | model_facts(loaded, run.config, defaults), warn=warn)
+    record = RunRecord(run.record_path, run.facts | model_facts(loaded, defaults), warn=warn)
     total = None if run.scan is None else run.scan.requests
     feed = _feed(source, defaults, options.limit)
     job = Job(loaded.engine, feed, writer, display=display, record=record, total=total, hold=hold)
     writer.begin()
-    _run_recorded(job, loaded, record, display)
+    try:
+        _run_recorded(job, loaded, record, display)
+    except DeviceError as error:
+        raise DeviceError(
+            f"the GPU failed under way: {error}; every finished answer was written to {writer.name}, and docs/lines.md "
+            "(After an interruption) shows how to run the rest"
+        ) from error
     if source.twice and source.changed():
         read = f"{job.tally.done} of the {total} requests that it held were read"
         warn(f"warning: {source.name} has changed since the run began; {read}")
@@ -177,7 +182,8 @@ def _load(run: _Checked, system: str | None) -> LoadedModel:
     return open_engine(
         options.model,
         revision=options.revision,
-        config=run.config,
+        backend=options.backend,
+        config=options.engine_options(),
         system=system,
         report=report,
         progress=not options.quiet,

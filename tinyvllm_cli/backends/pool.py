@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
-from tinyvllm_cli.errors import ModelError, UsageError
+from tinyvllm_cli.errors import UsageError
 
 MAX_BLOCKS = 2**31 // BLOCK_SIZE  # rows of the pool are counted in i32
 
@@ -16,22 +16,15 @@ def wanted_length(config: ModelConfig, engine: EngineConfig) -> int:
     return wanted
 
 
-def pool_size(wanted: int, engine: EngineConfig, *, block_bytes: int, available: int, holder: str) -> int:
-    """Blocks that all slots can use at a length of `wanted`, or as many as fit into `available` bytes.
+def pool_bounds(wanted: int, engine: EngineConfig) -> tuple[int, int]:
+    """The fewest blocks a pool may have, and the most that are of use; both count block 0, the null block.
 
-    block_bytes: of a block with its share of what grows with the positions. Block 0 is the null block, nobody's.
-    ModelError, which names the bytes of `holder` ("half of the free memory"), where max_model_len, or any sequence,
-    does not fit.
+    Fewest: one sequence of max_model_len, or any sequence where that is not given. Most: each slot with a sequence of
+    `wanted` tokens.
     """
     blocks_each = -(-wanted // BLOCK_SIZE)
-    num_blocks = min(1 + engine.slots * blocks_each, max(0, available) // block_bytes, MAX_BLOCKS)
-    needed = 1 + (blocks_each if engine.max_model_len else 1)
-    if num_blocks < needed:
-        raise ModelError(
-            f"the KV cache of one sequence needs {needed * block_bytes >> 20} MiB, {holder} is "
-            f"{num_blocks * block_bytes >> 20} MiB: free some, or give a smaller --max-model-len or model"
-        )
-    return num_blocks
+    fewest = 1 + (blocks_each if engine.max_model_len else 1)
+    return fewest, min(1 + engine.slots * blocks_each, MAX_BLOCKS)
 
 
 def longest_sequence(wanted: int, num_blocks: int) -> int:

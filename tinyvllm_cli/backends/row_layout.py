@@ -43,6 +43,7 @@ def _check_shapes(batch: Batch, limits: Limits) -> None:
     _require(
         starts[0] == 0 and starts[-1] == rows and bool((np.diff(starts) >= 0).all()), "query_start_loc covers T rows"
     )
+    _require(sampled <= limits.max_slots, f"at most {limits.max_slots} rows are sampled, as many as there are slots")
     _require(0 < rows <= limits.max_batch_tokens, f"at least 1 row, at most {limits.max_batch_tokens} rows")
     _require(_within(batch.slots, 0, limits.max_slots), "slots exist")
     _require(_within(batch.sample_slots, 0, limits.max_slots), "sample_slots exist")

@@ -106,6 +106,10 @@ def _failed(error: Exception) -> int:
     # A library that cannot be mapped is an ImportError.
     if isinstance(error, MemoryError) or (isinstance(error, ImportError) and "map segment" in str(error)):
         return _say("out of memory: try a smaller model, fewer --slots or a smaller --max-model-len")
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        return _say(
+            "this process may not start more threads: end others, or raise the limit of the container or `ulimit -u`"
+        )
     if isinstance(error, OSError):  # the machine's fault: a full disk, a device that fails, a file that went away
         return _say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
     return _internal_error(error)

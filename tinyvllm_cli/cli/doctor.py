@@ -1,25 +1,49 @@
-"""`tinyvllm doctor`: check this machine, and a known answer."""
+"""`tinyvllm doctor`: check this machine, and a known answer; or compare the GPU with the CPU, op by op."""
 
 from __future__ import annotations
 
 import click
+from click.core import ParameterSource
+
+from tinyvllm_cli.config import DEFAULT_MODEL
 
 
 @click.command()
+@click.option(
+    "--compare",
+    type=click.Choice(["cpu"]),
+    help="Instead, answer one prompt on the GPU and the CPU, and name the first op that differs beyond its tolerance.",
+)
+@click.option(
+    "-m",
+    "--model",
+    metavar="MODEL",
+    default=DEFAULT_MODEL,
+    envvar="TINYVLLM_MODEL",
+    show_default=True,
+    show_envvar=True,
+    help="The model of --compare; the checks are made with the default one.",
+)
 @click.pass_context
-def doctor(context: click.Context) -> None:
+def doctor(context: click.Context, compare: str | None, model: str) -> None:
     """Check this machine, and a known answer.
 
     The default model is fetched where it is not here yet (93 MB, once). Exit code 1 if a check fails.
 
     \b
-    Example:
+    Examples:
       tinyvllm doctor
+      tinyvllm doctor --compare cpu
     """
-    from tinyvllm_cli.doctor import run_checks
+    if compare is None and context.get_parameter_source("model") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--model is for --compare cpu, without it the default model answers")
+    from tinyvllm_cli.doctor import compare_backends, run_checks
+
+    def report(line: str) -> None:
+        click.echo(line, err=True)
 
     all_ok = True
-    for check in run_checks(report=lambda line: click.echo(line, err=True)):
+    for check in run_checks(report) if compare is None else compare_backends(model, report):
         all_ok &= check.ok
         click.echo(f"{'ok' if check.ok else 'no':3} {check.name}: {check.found}")
         if check.mend and not check.ok:

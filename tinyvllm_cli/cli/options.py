@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
-from tinyvllm_cli.config import DEFAULT_MODEL
+from tinyvllm_cli.backends.choose import BackendName, engine_defaults
+from tinyvllm_cli.config import DEFAULT_MODEL, GPU_MEMORY, AskedDtype
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
+# So few digits that no size is too large for a float; [0-9] because \d takes those of every script.
+AMOUNT = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,15}})?)({'|'.join(UNITS)})?")
 
 
 def _text(value: str) -> str:
@@ -25,6 +31,20 @@ def _some_text(value: str) -> str:
     if not value:
         raise click.BadParameter("the text is empty")
     return _text(value)
+
+
+def _share_or_size(value: str) -> float | int:
+    """A share above 0 and at most 1 as a float, or a size in bytes as an int."""
+    found = AMOUNT.fullmatch(value)
+    number, unit = (float(found[1]), found[2]) if found else (0.0, None)
+    if unit is None and 0 < number <= 1:
+        return number
+    if unit is not None and (size := int(number * UNITS[unit])) > 0:
+        return size
+    raise click.BadParameter(
+        f"found {value!r}, wanted a share above 0 and at most 1 such as 0.9, or a size with its unit "
+        f"({', '.join(UNITS)}) such as 20GiB"
+    )
 
 
 class GroupedOption(click.Option):
@@ -79,10 +99,11 @@ model_options = _group(
     _option("--revision", type=_text, metavar="REV", help="Branch, tag or commit of a Hub model."),
     _option(
         "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        type=click.Choice(get_args(AskedDtype)),
         default="auto",
         show_default=True,
-        help="On the CPU auto is float32; the others round the weights, arithmetic stays float32.",
+        help="How weights are held. On a GPU auto is the model's own, bfloat16 for GGUF files and float32 models; "
+        "float32 is for the CPU. On the CPU auto is float32; the others round the weights, arithmetic stays float32.",
     ),
 )
 
@@ -146,18 +167,25 @@ machine_options = _group(
     "Machine",
     _option(
         "--backend",
-        type=click.Choice(["auto", "cpu"]),
+        type=click.Choice(get_args(BackendName)),
         default="auto",
         show_default=True,
-        help="What computes. In this version auto is the CPU.",
+        help="What computes. auto is the GPU where an NVIDIA device is visible, and the CPU only where none is.",
+    ),
+    _option(
+        "--gpu-memory",
+        type=_share_or_size,
+        default=str(GPU_MEMORY),
+        metavar="SHARE|SIZE",
+        show_default=True,
+        help="Memory of a GPU to take: a share of what is free, or a size such as 20GiB. Of no effect on a CPU.",
     ),
     _option(
         "--slots",
         type=click.IntRange(1, 2**16),
-        default=32,
         metavar="N",
-        show_default=True,
-        help="Requests answered at once.",
+        help=f"Requests answered at once.  [default: {engine_defaults('gpu').slots} on a GPU, "
+        f"{engine_defaults('cpu').slots} on a CPU]",
     ),
     _option(
         "--max-model-len",
@@ -165,5 +193,10 @@ machine_options = _group(
         metavar="N",
         help="Tokens of prompt and answer together at most.  [default: the model's, or what fits]",
     ),
-    _option("--threads", type=click.IntRange(1, 4096), metavar="N", help="[default: the CPUs this process may use]"),
+    _option(
+        "--threads",
+        type=click.IntRange(1, 4096),
+        metavar="N",
+        help="Of the CPU backend.  [default: the CPUs this process may use]",
+    ),
 )

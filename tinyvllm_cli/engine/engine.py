@@ -41,7 +41,7 @@ class Engine:
     """Answers requests in fixed slots. Every loop (a run, a chat) is add() and step() until idle.
 
     One bad request never stops the others: its completion carries the error. What the backend raises is no request's
-    fault and leaves step(); the engine is of no use afterwards.
+    fault and leaves step(); the engine is of no use afterwards but for fail_running().
     """
 
     def __init__(
@@ -121,6 +121,13 @@ class Engine:
                 if not sequence.finished:  # else it ended, or was aborted, after this step was enqueued
                     events += self._land(self._live[sequence.request.request_id], token_id, now)
         return events
+
+    def fail_running(self, message: str) -> list[Completion]:
+        """End the requests that hold a slot, after a backend that failed under way; those that wait were not begun."""
+        self._in_flight.clear()
+        failure = Failure("internal", message)
+        running = [self._live[sequence.request.request_id] for sequence in self._batcher.running]
+        return [self._close(live, _failed(live.sequence.request, failure)) for live in running]
 
     def check(self) -> None:
         """Assert the invariants of engine and batcher."""

@@ -26,6 +26,14 @@ def cache_dir() -> Path:
         raise ModelError(f"no folder for the cache is known ({error}): set TINYVLLM_CACHE to one") from None
 
 
+def known_cache_dir() -> Path | None:
+    """cache_dir(), or None where no folder is known: what would be kept there is made again each time."""
+    try:
+        return cache_dir()
+    except ModelError:
+        return None
+
+
 def is_offline() -> bool:
     """Whether TINYVLLM_OFFLINE forbids every use of the network."""
     return os.environ.get("TINYVLLM_OFFLINE", "").strip().lower() not in ("", "0", "false", "no", "off")

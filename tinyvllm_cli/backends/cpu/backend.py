@@ -19,7 +19,7 @@ from tinyvllm_cli.backends.cpu.kv import KVCache
 from tinyvllm_cli.backends.cpu.rows import Rows, resolve_rows
 from tinyvllm_cli.backends.cpu.slots import Slots
 from tinyvllm_cli.backends.machine import available_cpus, available_memory
-from tinyvllm_cli.backends.pool import longest_sequence, pool_size, wanted_length
+from tinyvllm_cli.backends.pool import longest_sequence, pool_bounds, wanted_length
 from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.llama import forward
@@ -102,8 +102,8 @@ class CpuBackend:
 
     def step(self, batch: Batch) -> Done:
         rows, logits = self._forward(batch)
-        token_ids = ops.sample(self._device, logits, rows, self._slots, num_ids=self._num_ids)
-        return Done(StepOutput(token_ids[None], np.full((1, len(token_ids)), np.nan, np.float32)))
+        token_ids, logprobs = ops.sample(self._device, logits, rows, self._slots, num_ids=self._num_ids)
+        return Done(StepOutput(token_ids[None], logprobs[None]))
 
     def logits(self, batch: Batch) -> F32:
         return self._forward(batch)[1]
@@ -153,20 +153,24 @@ def _require_memory(tensors: TensorSource) -> None:
 
 
 def pool_limits(config: ModelConfig, engine: EngineConfig, num_blocks: int | None) -> tuple[int, int]:
-    """(num_blocks, max_seq_len); None: what half of the free memory holds. Errors as in backends/pool.py."""
+    """(num_blocks, max_seq_len); None: what half of the free memory holds.
+
+    ModelError where max_model_len, or any sequence, does not fit into that.
+    """
     wanted = wanted_length(config, engine)
     if num_blocks is None:
         # A block with its share of what the backend keeps for each position: cos and sin, and the token of each slot.
         position_bytes = 4 * (
             config.num_layers * 2 * config.num_kv_heads * config.head_dim + config.head_dim + engine.slots
         )
-        num_blocks = pool_size(
-            wanted,
-            engine,
-            block_bytes=BLOCK_SIZE * position_bytes,
-            available=available_memory() // 2,
-            holder="half of the free memory",
-        )
+        block_bytes = BLOCK_SIZE * position_bytes
+        fewest, most = pool_bounds(wanted, engine)
+        num_blocks = min(most, available_memory() // 2 // block_bytes)
+        if num_blocks < fewest:
+            raise ModelError(
+                f"the KV cache of one sequence needs {fewest * block_bytes >> 20} MiB, half of the free memory is "
+                f"{num_blocks * block_bytes >> 20} MiB: free some, or give a smaller --max-model-len or model"
+            )
     return num_blocks, longest_sequence(wanted, num_blocks)
 
 

@@ -104,7 +104,8 @@ class Device:
     def product(self, x: F32, w: F32) -> F32:
         """x [R, K] times the transpose of w [N, K]: [R, N]."""
         out = np.empty((len(x), len(w)), np.float32)
-        self.run(lambda part: self.multiply(x, w[part], out[:, part]), self.split(w, len(x)))
+        if len(x):  # a chunk of a prompt without its last row has none for the head
+            self.run(lambda part: self.multiply(x, w[part], out[:, part]), self.split(w, len(x)))
         return out
 
 

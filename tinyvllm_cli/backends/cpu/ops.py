@@ -159,10 +159,7 @@ def down_proj_add(device: Device, x: F32, h: F32, *, weight: Weight, bias: F32 |
 
 def norm_lm_head(device: Device, x: F32, rows: Rows, *, norm: F32, eps: float, head: Weight) -> F32:
     """Raw logits [R, V] of the sampled rows."""
-    picked = x[rows.logits_indices]
-    if not len(picked):  # a chunk of a prompt without its last row
-        return np.empty((0, len(head.data)), np.float32)
-    return device.product(rms_norm(picked, norm, eps), head.data)
+    return device.product(rms_norm(x[rows.logits_indices], norm, eps), head.data)
 
 
 def _product_add(device: Device, x: F32, h: F32, *, weight: Weight, bias: F32 | None) -> None:

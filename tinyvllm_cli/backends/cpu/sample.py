@@ -37,16 +37,19 @@ HALF, LOW_HALF = np.uint64(32), np.uint64(0xFFFFFFFF)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-def sample(device: Device, logits: F32, rows: Rows, slots: Slots, *, num_ids: int) -> I32:  # noqa: ARG001
-    """One token for each sampled row of logits f32[R, V], i32[R]; each also goes into its slot's token table.
+def sample(device: Device, logits: F32, rows: Rows, slots: Slots, *, num_ids: int) -> tuple[I32, F32]:  # noqa: ARG001
+    """One token for each sampled row of logits f32[R, V], i32[R], and its logprob f32[R], NaN where not asked for.
 
-    A row's slot (rows.sample_slots) says how to draw; the token stands at the row's position plus one. See sample_row.
+    A row's slot (rows.sample_slots) says how to draw, and its token table gets the token, at the row's position plus
+    one. See sample_row and logprob.
     """
     positions = rows.positions[rows.logits_indices] + 1
     options = [slots.options[slot] for slot in rows.sample_slots.tolist()]
     token_ids = sample_rows(logits, options, positions, num_ids)
     slots.write(rows.sample_slots, positions, token_ids)
-    return token_ids
+    drawn = zip(logits, token_ids.tolist(), options, strict=True)
+    logprobs = [logprob(row, token_id) if slot.logprobs else np.nan for row, token_id, slot in drawn]
+    return token_ids, np.array(logprobs, dtype=np.float32)
 
 
 def sample_rows(logits: F32, options: Sequence[SlotOptions], positions: I32, num_ids: int) -> I32:
@@ -76,6 +79,18 @@ def sample_row(logits: F32, options: SlotOptions, position: int, num_ids: int) -
             return int((row / _temperature(options) + gumbel(options.seed, position, num_ids)).argmax())
         noise = _gumbel_of(ids, options.seed, position, num_ids)
         return int(ids[(row[ids] / _temperature(options) + noise).argmax()])
+
+
+def logprob(logits: F32, token_id: int) -> float:
+    """Log-softmax of raw logits f32[V] at a token, in float32: before bias, masks and temperature, over all V.
+
+    NaN for the marks of a failed draw.
+    """
+    if token_id < 0:
+        return np.nan
+    with np.errstate(over="ignore"):  # towards -inf, whose exp is 0
+        shifted = logits - logits.max()
+    return float(shifted[token_id] - np.log(np.exp(shifted).sum()))
 
 
 def gumbel(seed: int, position: int, num_ids: int) -> F32:

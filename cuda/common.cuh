@@ -1,0 +1,126 @@
+// What every kernel shares: 16-bit elements to and from float32, 16-byte accesses, sums of a warp and of a block.
+//
+// elem is bf16 or fp16 as the file is compiled, with exactly one of -DELEM_BF16 and -DELEM_FP16. No header of CUDA's is
+// included: NVRTC's wheels lack most of them, and what is needed is one PTX instruction each (PTX ISA, "cvt"; the
+// packed forms and bf16 need sm_80).
+#pragma once
+
+#if defined(ELEM_BF16) == defined(ELEM_FP16)
+#error "define exactly one of ELEM_BF16 and ELEM_FP16"
+#endif
+
+typedef unsigned short elem;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int WARP = 32;
+constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr int BLOCK_SIZE = 16;    // tokens of a KV block
+constexpr int ELEMS_PER_16B = 8;  // of a 16-byte access
+
+__device__ __forceinline__ float minus_infinity() {
+    return __uint_as_float(0xff800000u);
+}
+
+// ---------------------------------------------------------------- elements
+
+// Exact.
+__device__ __forceinline__ float to_float(elem e) {
+#ifdef ELEM_BF16
+    return __uint_as_float(static_cast<u32>(e) << 16);  // bf16 is the upper half of a float32
+#else
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(e));
+    return x;
+#endif
+}
+
+// To nearest, ties to even. NaN stays NaN, and what is past the range becomes an infinity: both show in the logits.
+__device__ __forceinline__ elem from_float(float x) {
+    elem e;
+#ifdef ELEM_BF16
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(e) : "f"(x));
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(e) : "f"(x));
+#endif
+    return e;
+}
+
+// Two elements in one register as they lie in memory: lo in the low half, first.
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+    u32 pair;
+#ifdef ELEM_BF16
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));  // the first source is the upper half
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
+#endif
+    return pair;
+}
+
+__device__ __forceinline__ float low_float(u32 pair) {
+    return to_float(static_cast<elem>(pair));
+}
+__device__ __forceinline__ float high_float(u32 pair) {
+    return to_float(static_cast<elem>(pair >> 16));
+}
+
+// ---------------------------------------------------------------- 16-byte accesses; every pointer 16-byte aligned
+
+__device__ __forceinline__ uint4 load16(const void* p) {
+    return *static_cast<const uint4*>(p);
+}
+__device__ __forceinline__ void store16(void* p, uint4 value) {
+    *static_cast<uint4*>(p) = value;
+}
+
+// 8 elements -> x[0..7].
+__device__ __forceinline__ void load8(float* x, const elem* p) {
+    const uint4 v = load16(p);
+    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x[2 * i] = low_float(pairs[i]);
+        x[2 * i + 1] = high_float(pairs[i]);
+    }
+}
+
+// 8 float32 -> x[0..7].
+__device__ __forceinline__ void load8(float* x, const float* p) {
+    const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
+    x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+// x[0..7], each rounded -> 8 elements.
+__device__ __forceinline__ void store8(elem* p, const float* x) {
+    store16(p, make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])));
+}
+
+// x[0..7] -> 8 float32.
+__device__ __forceinline__ void store8(float* p, const float* x) {
+    reinterpret_cast<float4*>(p)[0] = make_float4(x[0], x[1], x[2], x[3]);
+    reinterpret_cast<float4*>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+// ---------------------------------------------------------------- sums in a fixed order
+
+// Of all 32 lanes, in each of them the same bits: float addition commutes, and at each step both partners add the same
+// two numbers. Every lane calls it.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) x = __fadd_rn(x, __shfl_xor_sync(ALL_LANES, x, offset));
+    return x;
+}
+
+// Of all threads of a block, in each of them the same bits. Every thread calls it; blockDim.x is a multiple of 32 (the
+// block has one dimension). The order depends on blockDim.x alone. May be called again at once.
+__device__ __forceinline__ float block_sum(float x) {
+    __shared__ float of_warp[WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    x = warp_sum(x);
+    __syncthreads();  // the sums of a call before are read
+    if (lane == 0) of_warp[warp] = x;
+    __syncthreads();
+    return warp_sum(lane < warps ? of_warp[lane] : 0.0f);
+}

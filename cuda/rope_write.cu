@@ -1,0 +1,128 @@
+// rope_write: the q, k and v heads of a step: bias, head norms, rotation, K and V into their blocks.
+//
+//   head    = float32(qkv[t, head]) + bias[head]
+//   head    = head / sqrt(mean(head^2) + eps) * norm            q and k, where q_norm and k_norm are given (Qwen3)
+//   (a, b)  = (a cos - b sin, b cos + a sin)                    q and k; a, b: its halves (RoPE, Su et al. 2021)
+//   q[t, head], or K or V at the row's position, = elem(head)
+//
+//   q             elem [T, Hq, HEAD_DIM]
+//   cache         elem [num_blocks, num_layers, 2, Hkv, BLOCK_SIZE, HEAD_DIM]      K, then V
+//   qkv           elem [T, Hq + 2 Hkv, HEAD_DIM]
+//   bias          f32  [Hq + 2 Hkv, HEAD_DIM] or null
+//   q_norm, k_norm f32 [HEAD_DIM], or both null
+//   cos, sin      f32  [positions, HEAD_DIM / 2]
+//   positions     i32  [T]
+//   sequence      i32  [T]       row of block_tables
+//   block_tables  i32  [S, B]    each position of a row has a block of the pool
+//
+// Launch: one warp a head of a row, so T * (Hq + 2 Hkv) warps in a grid of one dimension; block any multiple of 32; no
+// shared memory. HEAD_DIM is a multiple of 16, at most 256.
+// Must equal: qkv_rope_write in tinyvllm_cli/backends/cpu/ops.py, after its product.
+#include "common.cuh"
+
+constexpr int HALF = HEAD_DIM / 2;
+constexpr int PAIRS = HEAD_DIM / 4;  // of neighbouring elements, in each half of a head
+constexpr int PAIRS_PER_LANE = (PAIRS + WARP - 1) / WARP;
+
+// What a lane holds of a head: elements 2p, 2p + 1 of both halves, for p = lane, lane + 32, ...
+struct Part {
+    float2 a[PAIRS_PER_LANE], b[PAIRS_PER_LANE];
+};
+
+// Its pairs, for loops that the compiler unrolls: Part lives in registers.
+template <typename Function>
+__device__ __forceinline__ void each_pair(Function function) {
+#pragma unroll
+    for (int i = 0; i < PAIRS_PER_LANE; i++) {
+        const int p = threadIdx.x % WARP + i * WARP;
+        if (p < PAIRS) function(i, 2 * p);
+    }
+}
+
+__device__ __forceinline__ float2 load2(const elem* p) {
+    const u32 pair = *reinterpret_cast<const u32*>(p);
+    return make_float2(low_float(pair), high_float(pair));
+}
+
+__device__ __forceinline__ float2 load2(const float* p) {
+    return *reinterpret_cast<const float2*>(p);
+}
+
+__device__ __forceinline__ void store2(elem* p, float2 v) {
+    *reinterpret_cast<u32*>(p) = pack(v.x, v.y);
+}
+
+__device__ __forceinline__ float2 add(float2 v, float2 w) {
+    return make_float2(__fadd_rn(v.x, w.x), __fadd_rn(v.y, w.y));
+}
+
+__device__ __forceinline__ float add_squares(float sum, float2 v) {
+    return __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum));
+}
+
+__device__ __forceinline__ float2 scale_by(float2 v, float scale, float2 w) {
+    return make_float2(__fmul_rn(__fmul_rn(v.x, scale), w.x), __fmul_rn(__fmul_rn(v.y, scale), w.y));
+}
+
+// v * c + w * s
+__device__ __forceinline__ float2 turn(float2 v, float2 c, float2 w, float2 s) {
+    return make_float2(__fmaf_rn(v.x, c.x, __fmul_rn(w.x, s.x)), __fmaf_rn(v.y, c.y, __fmul_rn(w.y, s.y)));
+}
+
+__device__ __forceinline__ void norm_head(Part& part, const float* weight, float eps) {
+    float squares = 0.0f;
+    each_pair([&](int i, int d) { squares = add_squares(add_squares(squares, part.a[i]), part.b[i]); });
+    const float mean = __fdiv_rn(warp_sum(squares), static_cast<float>(HEAD_DIM));
+    const float scale = __frsqrt_rn(__fadd_rn(mean, eps));
+    each_pair([&](int i, int d) {
+        part.a[i] = scale_by(part.a[i], scale, load2(weight + d));
+        part.b[i] = scale_by(part.b[i], scale, load2(weight + HALF + d));
+    });
+}
+
+__device__ __forceinline__ void rotate(Part& part, const float* cos, const float* sin) {
+    each_pair([&](int i, int d) {
+        const float2 a = part.a[i], b = part.b[i], c = load2(cos + d), s = load2(sin + d);
+        part.a[i] = turn(a, c, make_float2(-b.x, -b.y), s);
+        part.b[i] = turn(b, c, a, s);
+    });
+}
+
+extern "C" __global__ void rope_write(elem* __restrict__ q, elem* __restrict__ cache, const elem* __restrict__ qkv,
+                                      const float* __restrict__ bias, const float* __restrict__ q_norm,
+                                      const float* __restrict__ k_norm, const float* __restrict__ cos,
+                                      const float* __restrict__ sin, const int* __restrict__ positions,
+                                      const int* __restrict__ sequence, const int* __restrict__ block_tables, int T,
+                                      int Hq, int Hkv, int B, int layer, int num_layers, float eps) {
+    const int heads = Hq + 2 * Hkv, warp = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
+    const int t = warp / heads, head = warp % heads;
+    if (t >= T) return;
+    const bool is_q = head < Hq, is_v = head >= Hq + Hkv;
+    const int position = positions[t];
+
+    Part part;
+    const elem* source = qkv + static_cast<i64>(warp) * HEAD_DIM;
+    each_pair([&](int i, int d) { part.a[i] = load2(source + d), part.b[i] = load2(source + HALF + d); });
+    if (bias) {
+        const float* of_head = bias + head * HEAD_DIM;
+        each_pair([&](int i, int d) {
+            part.a[i] = add(part.a[i], load2(of_head + d));
+            part.b[i] = add(part.b[i], load2(of_head + HALF + d));
+        });
+    }
+    if (!is_v) {
+        if (q_norm) norm_head(part, is_q ? q_norm : k_norm, eps);
+        rotate(part, cos + static_cast<i64>(position) * HALF, sin + static_cast<i64>(position) * HALF);
+    }
+
+    elem* target;
+    if (is_q) {
+        target = q + (static_cast<i64>(t) * Hq + head) * HEAD_DIM;
+    } else {
+        const i64 block = block_tables[static_cast<i64>(sequence[t]) * B + position / BLOCK_SIZE];
+        const int kv_head = (head - Hq) % Hkv;
+        const i64 plane = ((block * num_layers + layer) * 2 + is_v) * Hkv + kv_head;
+        target = cache + (plane * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM;
+    }
+    each_pair([&](int i, int d) { store2(target + d, part.a[i]), store2(target + HALF + d, part.b[i]); });
+}

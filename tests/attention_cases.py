@@ -1,0 +1,155 @@
+"""Attention over scattered blocks, with a float64 reference: cases for the kernels on a GPU and emulated ones alike."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gpu_tools import NUMPY_DTYPE, UNIT
+
+from tinyvllm_cli.backends.gpu import attention
+from tinyvllm_cli.config import DtypeName
+
+Array = npt.NDArray[Any]
+NUM_LAYERS, LAYER = 2, 1
+PLACES = 12  # partials that fit at once: long sequences take several launches
+
+
+@dataclass(frozen=True)
+class Heads:
+    query: int
+    kv: int
+    head_dim: int
+    dtype: DtypeName = "bfloat16"
+
+    @property
+    def group(self) -> int:
+        return self.query // self.kv
+
+
+@dataclass(frozen=True)
+class Context:
+    """q, k and v of every position of a sequence, elem[length, heads, head_dim]."""
+
+    q: Array
+    k: Array
+    v: Array
+
+    def __len__(self) -> int:
+        return len(self.q)
+
+
+def context(heads: Heads, length: int, seed: int) -> Context:
+    """Scores with a deviation of 1.5: some keys matter much more than others."""
+    rng = np.random.default_rng(seed)
+    elem = NUMPY_DTYPE[heads.dtype]
+    q = 1.5 * rng.standard_normal((length, heads.query, heads.head_dim))
+    k, v = rng.standard_normal((2, length, heads.kv, heads.head_dim))
+    return Context(q.astype(elem), k.astype(elem), v.astype(elem))
+
+
+def reference(heads: Heads, of: Context, rows: range) -> tuple[Array, Array]:
+    """(h, sum of its terms' magnitudes) float64 [rows, query heads, head_dim]."""
+    q, k, v = (array.astype(np.float64) for array in (of.q, of.k, of.v))
+    k, v = (np.repeat(array, heads.group, axis=1) for array in (k, v))
+    h, scale = (np.empty((len(rows), heads.query, heads.head_dim)) for _ in range(2))
+    for i, position in enumerate(rows):
+        scores = np.einsum("hd,khd->hk", q[position], k[: position + 1]) / math.sqrt(heads.head_dim)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        h[i] = np.einsum("hk,khd->hd", weights, v[: position + 1])
+        scale[i] = np.einsum("hk,khd->hd", weights, np.abs(v[: position + 1]))
+    return h, scale
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where kernels run: a GPU, or the processor that emulates one."""
+
+    launch: Callable[..., None]  # as Device.launch
+    put: Callable[[Array], Any]  # a host array becomes the device's
+    get: Callable[[Any], Array]  # and back, bit for bit
+
+
+def attend(machine: Machine, heads: Heads, parts: Sequence[tuple[Context, range]], seed: int = 0) -> list[Array]:
+    """One step over these rows of these sequences: h elem[rows, query heads, head_dim] of each.
+
+    Blocks are dealt out at random; the rest of the pool, and what lies behind a sequence's last row, is NaN, as are
+    the output and the workspace.
+    """
+    rng = np.random.default_rng(seed)
+    elem = NUMPY_DTYPE[heads.dtype]
+    lengths = np.array([rows.stop for _, rows in parts], np.int32)
+    starts = np.cumsum([0, *(len(rows) for _, rows in parts)]).astype(np.int32)
+    num_blocks = -(-lengths // 16)
+    dealt = rng.permutation(np.arange(1, num_blocks.sum() + 3)).astype(np.int32)
+    tables = np.zeros((len(parts), num_blocks.max()), np.int32)
+    pool = np.full((len(dealt) + 1, NUM_LAYERS, 2, heads.kv, 16, heads.head_dim), np.nan, elem)
+    for s, (of, rows) in enumerate(parts):
+        tables[s, : num_blocks[s]], dealt = dealt[: num_blocks[s]], dealt[num_blocks[s] :]
+        position = np.arange(rows.stop)
+        block = tables[s, position // 16]
+        for which, values in enumerate((of.k, of.v)):
+            pool[block, LAYER, which, :, position % 16] = values[: rows.stop]
+    upload = SimpleNamespace(put=machine.put)
+    num_rows, width = int(starts[-1]), tables.shape[1]
+    out = machine.put(np.full((num_rows, heads.query * heads.head_dim), np.nan, elem))
+    partials = machine.put(np.full((PLACES, heads.kv, 16, heads.head_dim + 2), np.nan, np.float32))
+    device = SimpleNamespace(launch=machine.launch, buffers=SimpleNamespace(attended=out, partials=partials))
+    work = attention.plan_attention(
+        starts, lengths, group=heads.group, head_dim=heads.head_dim, places=PLACES, upload=upload
+    )
+    rows = SimpleNamespace(
+        attention=work,
+        num_rows=num_rows,
+        width=width,
+        positions=machine.put(np.concatenate([np.array(rows, np.int32) for _, rows in parts])),
+        block_tables=machine.put(tables),
+        query_start_loc=machine.put(starts),
+        lengths=machine.put(lengths),
+    )
+    q = machine.put(np.concatenate([of.q[rows.start : rows.stop] for of, rows in parts]))
+    attention.attend(device, q, SimpleNamespace(blocks=machine.put(pool)), rows, layer=LAYER)
+    h = machine.get(out).reshape(num_rows, heads.query, heads.head_dim)
+    return np.split(h, starts[1:-1])
+
+
+def chunked(machine: Machine, heads: Heads, of: Context, cuts: Sequence[int], neighbours: int = 0) -> Array:
+    """h of positions cuts[0] .. cuts[-1] - 1, step by step, among neighbours that decode."""
+    beside = [(context(heads, 40 + 13 * i, seed=100 + i), range(39 + 13 * i, 40 + 13 * i)) for i in range(neighbours)]
+    steps = itertools.pairwise(cuts)
+    return np.concatenate(
+        [attend(machine, heads, [*beside, (of, range(*step))], seed=i)[-1] for i, step in enumerate(steps)]
+    )
+
+
+MIXED = [range(1), range(69, 70), range(33), range(597, 600), range(510, 530), range(1500, 1501), range(100, 164)]
+
+
+def check_close(machine: Machine, heads: Heads, close: Callable[..., None]) -> None:
+    """A step of every kind of rows at once: prompts, chunks, decoding, drafts, over one partial and over several."""
+    contexts = [context(heads, rows.stop, seed) for seed, rows in enumerate(MIXED)]
+    found = attend(machine, heads, list(zip(contexts, MIXED, strict=True)))
+    for rows, of, h in zip(MIXED, contexts, found, strict=True):
+        wanted, scale = reference(heads, of, rows)
+        # Scores are sums of head_dim terms, whose error a weight takes in full; every weight is rounded.
+        sums = {"terms": 4 * heads.head_dim + len(of), "scale": scale}
+        close("attention", h, wanted, dtype=heads.dtype, **sums, slack=UNIT[heads.dtype] * scale)
+
+
+def check_same_bits(machine: Machine, heads: Heads, same: Callable[..., None], length: int) -> None:
+    """Prefilled at once, in chunks, by decoding, as drafts: each row has the same bits."""
+    of = context(heads, length, seed=7)
+    whole = chunked(machine, heads, of, [0, length])
+    edges = [0, 1, 2, 3, 7, 16, 17, 64, 65, 200, 510, 511, 512, 513, 514, 520, 700, 1022, 1023, 1024, 1025]
+    edges = [*(edge for edge in edges if edge < length), length]
+    same("attention in chunks", chunked(machine, heads, of, edges, neighbours=3), whole)
+    for first in (first for first in (0, 60, 508, 1020) if first + 8 < length):
+        single = chunked(machine, heads, of, [*range(first, first + 8)], neighbours=1)
+        same(f"attention decoding from {first}", single, whole[first : first + 7])

@@ -1,0 +1,165 @@
+"""Run the kernels of cuda/ on the processor: their sources, compiled as C++ over tests/emulator/cuda.hpp.
+
+What that shows: wrong indices, layouts, formulas, borders, orders of sums, and what a kernel reads though nobody wrote
+it. What it cannot show: the threads of a block take turns, blocks run one after another, asynchronous copies are done
+at once and the device functions in PTX are replaced; so no races, no missing waits, nothing of a compiler or a card.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyvllm_cli.backends.gpu.kernels import ELEM_OPTIONS, KERNELS
+from tinyvllm_cli.config import DtypeName
+
+CUDA = Path(__file__).parent.parent / "cuda"
+SHIM = Path(__file__).parent / "emulator" / "cuda.hpp"
+FUNCTION = re.compile(r"^(?:template <[^>]*>\n)?__device__[^;{]*\{", re.MULTILINE)
+KERNEL = re.compile(
+    r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*(?:\([^)]*\))?[^)]*\)\s+)?(\w+)\(([^)]*)\)'
+)
+SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "u32": ctypes.c_uint, "u64": ctypes.c_uint64}
+# Rounded as written: CUDA contracts a * b + c where it likes, and the kernels say where it must not matter. Fibers jump
+# between stacks, which the fortified longjmp takes for an attack.
+OPTIONS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w"]
+
+
+def compiler() -> str | None:
+    """The C++ compiler, where the emulation can run: its fibers are those of Linux."""
+    return (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")) if sys.platform == "linux" else None
+
+
+class Emulator:
+    """The kernels of one .cu file for one kind of element and one head size."""
+
+    def __init__(self, file: str | Path, dtype: DtypeName, head_dim: int) -> None:
+        """file: a name in cuda/, or a path of another file that may include its headers."""
+        source = _source(str(file), set())
+        self._types = {name: [_type(p) for p in parameters.split(",")] for name, parameters in KERNEL.findall(source)}
+        assert self._types, f"{file} has no kernels"
+        entries = "\n".join(_entry(name, types) for name, types in self._types.items())
+        code = f'#include "{SHIM}"\n{source}\n{entries}\n'
+        self._library = ctypes.CDLL(str(_compile(code, [ELEM_OPTIONS[dtype], f"-DHEAD_DIM={head_dim}"])))
+
+    def prepare(
+        self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int = 0
+    ) -> Callable[[], None]:
+        """A launch that is to come. Numbers and addresses are taken now, what lies there is read and written then."""
+        types, function = self._types[name], self._library[f"emulate_{name}"]
+        assert len(args) == len(types), f"{name} takes {len(types)} arguments, not {len(args)}"
+        values = [_argument(value, kind) for value, kind in zip(args, types, strict=True)]
+        sizes = (ctypes.c_int * 3)(*grid, *[1] * (3 - len(grid)))
+
+        def run() -> None:
+            if 0 not in grid:
+                function(sizes, block, shared, (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values)))
+
+        return run
+
+    def launch(self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int = 0) -> None:
+        self.prepare(name, grid, block, args, shared)()
+
+
+@functools.cache
+def emulator(file: str, dtype: DtypeName, head_dim: int) -> Emulator:
+    return Emulator(file, dtype, head_dim)
+
+
+class EmulatedKernels:
+    """The Kernels of backends/gpu/kernels.py, over arrays in the processor's memory; a launch is done on return."""
+
+    def __init__(self, dtype: DtypeName, head_dim: int) -> None:
+        self._of_file = functools.partial(emulator, dtype=dtype, head_dim=head_dim)
+        self.files = dict.fromkeys(KERNELS.values(), "compiled")
+
+    def prepare(
+        self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int
+    ) -> Callable[[], None]:
+        return self._of_file(KERNELS[name]).prepare(name, grid, block, args, shared)
+
+    def launch(
+        self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], *, stream: Any, shared: int = 0
+    ) -> None:
+        self.prepare(name, grid, block, args, shared)()
+
+
+# ---------------------------------------------------------------- a .cu file as C++
+
+
+def _source(file: str, included: set[str]) -> str:
+    """A file with its headers in place, each once, without the functions that hold PTX: the shim has them."""
+    text = (CUDA / file).read_text().replace("#pragma once\n", "")
+    text = re.sub(r"extern __shared__[^;]*?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)dynamic_shared;", text)
+
+    def include(match: re.Match[str]) -> str:
+        if match[1] in included:
+            return ""
+        included.add(match[1])
+        return _source(match[1], included)
+
+    return re.sub(r'#include "(\w+\.cuh)"', include, _without_ptx(text))
+
+
+def _without_ptx(text: str) -> str:
+    kept, at = [], 0
+    for match in FUNCTION.finditer(text):
+        depth, end = 1, match.end()
+        while depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        if re.search(r"\basm\b|__cvta", text[match.start() : end]):
+            kept.append(text[at : match.start()])
+            at = end
+    return "".join(kept) + text[at:]
+
+
+def _type(parameter: str) -> str:
+    words = parameter.replace("__restrict__", " ").replace("*", " * ").split()
+    return "pointer" if "*" in words else next(word for word in words if word != "const")
+
+
+def _entry(name: str, types: list[str]) -> str:
+    """A C function that runs a kernel's grid; args are the addresses of its arguments, as cuLaunchKernel takes them."""
+    casts = ", ".join(f"*({'AnyPointer' if kind == 'pointer' else kind}*)args[{i}]" for i, kind in enumerate(types))
+    return (
+        f'extern "C" void emulate_{name}(const int* grid, int block, int shared, void** args) '
+        f"{{ run_grid(grid, block, shared, [&] {{ {name}({casts}); }}); }}"
+    )
+
+
+def _argument(value: Any, kind: str) -> Any:
+    if kind == "pointer":
+        return ctypes.c_void_p(0 if value is None else value.ctypes.data)
+    assert isinstance(value, np.generic), f"{value!r}: a NumPy scalar is wanted for {kind}"
+    assert value.dtype.itemsize == ctypes.sizeof(SCALARS[kind]), f"{value.dtype} for {kind}"
+    return SCALARS[kind](value.item())
+
+
+def _compile(code: str, macros: list[str]) -> Path:
+    """The shared library of this code, compiled once for all runs of the tests of a user."""
+    command = compiler()
+    assert command is not None, "no C++ compiler"
+    digest = hashlib.sha256("\0".join([code, SHIM.read_text(), command, *OPTIONS, *macros]).encode()).hexdigest()
+    folder = Path(tempfile.gettempdir()) / f"tinyvllm-emulator-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{digest[:24]}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # several processes may be at it
+            source, part = Path(scratch) / "kernels.cpp", Path(scratch) / "kernels.so"
+            source.write_text(code)
+            subprocess.run([command, *OPTIONS, *macros, "-o", str(part), str(source)], check=True)
+            part.replace(library)
+    return library

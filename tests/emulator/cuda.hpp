@@ -1,0 +1,497 @@
+// Enough of CUDA for a processor to run the kernels of cuda/: threads are fibers of one block at a time.
+//
+// A fiber runs until it waits for others: at __syncthreads, or at an operation of its warp (shuffle, vote, ldmatrix,
+// mma). Asynchronous copies are done at once. tests/cuda_emulator.py says what that shows and what it cannot.
+#pragma once
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <deque>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
+#define __constant__ static
+#define __restrict__
+
+typedef unsigned short elem;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct Index {
+    unsigned x, y, z;
+};
+struct float2 {
+    float x, y;
+};
+struct __align__(16) float4 {
+    float x, y, z, w;
+};
+struct uint2 {
+    unsigned x, y;
+};
+struct __align__(16) uint4 {
+    unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) {
+    return {x, y};
+}
+inline float4 make_float4(float x, float y, float z, float w) {
+    return {x, y, z, w};
+}
+inline uint2 make_uint2(unsigned x, unsigned y) {
+    return {x, y};
+}
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+    return {x, y, z, w};
+}
+
+static Index threadIdx, blockIdx, blockDim, gridDim;
+
+struct AnyPointer {  // an argument of a launch, of whatever type the kernel wants
+    void* p;
+    template <typename T>
+    operator T*() const {
+        return (T*)p;
+    }
+};
+
+// ---------------------------------------------------------------- fibers
+
+struct Group {  // threads that wait for each other
+    int size = 0, arrived = 0;
+    u64 generation = 0;
+};
+struct Fiber {  // a thread of one block after another; starts with its context, goes on with its jump, which is quicker
+    ucontext_t context;
+    jmp_buf at;
+    std::vector<char> stack;
+    bool started = false, done = false;
+    explicit Fiber(void (*body)()) : stack(256 << 10) {
+        getcontext(&context);
+        context.uc_stack.ss_sp = stack.data();
+        context.uc_stack.ss_size = stack.size();
+        context.uc_link = nullptr;
+        makecontext(&context, body, 0);
+    }
+};
+static std::deque<Fiber> fibers;  // never moved
+static jmp_buf scheduler;
+static Group block_group, warp_groups[32];
+static u64 progress;             // times that threads could go on, or ended
+static u64 exchange[32][32][8];  // of a warp's lanes
+static std::function<void()> kernel_body;
+static unsigned char* dynamic_shared;
+static size_t dynamic_bytes;
+
+static void yield() {
+    if (!_setjmp(fibers[threadIdx.x].at)) _longjmp(scheduler, 1);
+}
+
+static void resume(Fiber& fiber) {
+    if (_setjmp(scheduler)) return;
+    if (fiber.started) _longjmp(fiber.at, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
+}
+
+static void release(Group& group) {
+    group.arrived = 0;
+    group.generation++;
+    progress++;
+}
+
+static void wait(Group& group) {
+    u64 generation = group.generation;
+    if (++group.arrived == group.size) release(group);
+    while (group.generation == generation) yield();
+}
+
+static void leave(Group& group) {
+    if (--group.size > 0 && group.arrived == group.size) release(group);
+    progress++;
+}
+
+static void fiber_main() {
+    for (;;) {
+        kernel_body();
+        leave(block_group);
+        leave(warp_groups[threadIdx.x / 32]);
+        fibers[threadIdx.x].done = true;
+        yield();
+    }
+}
+
+static void run_block(unsigned threads) {
+    while (fibers.size() < threads) fibers.emplace_back(fiber_main);
+    block_group = {(int)threads};
+    for (auto& group : warp_groups) group = {};
+    for (unsigned i = 0; i < threads; i++) {
+        warp_groups[i / 32].size++;
+        fibers[i].done = false;
+    }
+    for (unsigned left = threads; left;) {
+        u64 before = progress;
+        left = 0;
+        for (unsigned i = 0; i < threads; i++) {
+            if (fibers[i].done) continue;
+            threadIdx = {i, 0, 0};
+            resume(fibers[i]);
+            left += !fibers[i].done;
+        }
+        if (progress == before) {
+            fprintf(stderr, "%u threads of block (%u, %u, %u) wait for ever\n", left, blockIdx.x, blockIdx.y,
+                    blockIdx.z);
+            abort();
+        }
+    }
+}
+
+static void run_grid(const int* grid, int threads, int shared, std::function<void()> body) {
+    kernel_body = body;
+    gridDim = {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]};
+    blockDim = {(unsigned)threads, 1, 1};
+    dynamic_bytes = shared;
+    dynamic_shared = (unsigned char*)aligned_alloc(128, (shared + 255) / 128 * 128);
+    for (unsigned z = 0; z < gridDim.z; z++)
+        for (unsigned y = 0; y < gridDim.y; y++)
+            for (unsigned x = 0; x < gridDim.x; x++) {
+                memset(dynamic_shared, 0xff, shared);  // NaN
+                blockIdx = {x, y, z};
+                run_block(threads);
+            }
+    free(dynamic_shared);
+}
+
+// ---------------------------------------------------------------- a block, a warp
+
+static void __syncthreads() {
+    wait(block_group);
+}
+static int __syncthreads_or(int value) {
+    static int any;
+    wait(block_group);
+    any = 0;
+    wait(block_group);
+    any |= value != 0;
+    wait(block_group);
+    return any;
+}
+static int __syncthreads_and(int value) {
+    return !__syncthreads_or(!value);
+}
+static int __syncthreads_count(int value) {
+    static int count;
+    wait(block_group);
+    count = 0;
+    wait(block_group);
+    count += value != 0;
+    wait(block_group);
+    return count;
+}
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+static unsigned lane_id() {
+    return threadIdx.x % 32;
+}
+static void wait_warp() {
+    wait(warp_groups[threadIdx.x / 32]);
+}
+inline void __syncwarp(unsigned = ~0u) {
+    wait_warp();
+}
+
+// What every lane of the warp gives; to be read before the next operation of the warp.
+template <typename T>
+static u64 (*gather(const T* values, int count))[8] {
+    static_assert(sizeof(T) <= 8, "one word each");
+    auto* lanes = exchange[threadIdx.x / 32];
+    wait_warp();
+    for (int i = 0; i < count; i++) {
+        lanes[lane_id()][i] = 0;
+        memcpy(&lanes[lane_id()][i], &values[i], sizeof(T));
+    }
+    wait_warp();
+    return lanes;
+}
+template <typename T>
+static T taken(u64 word) {
+    T value;
+    memcpy(&value, &word, sizeof(T));
+    return value;
+}
+template <typename T>
+static T __shfl_xor_sync(unsigned, T value, int mask) {
+    return taken<T>(gather(&value, 1)[lane_id() ^ mask][0]);
+}
+template <typename T>
+static T __shfl_sync(unsigned, T value, int lane) {
+    return taken<T>(gather(&value, 1)[lane % 32][0]);
+}
+template <typename T>
+static T __shfl_down_sync(unsigned, T value, int delta) {
+    unsigned lane = lane_id() + delta;
+    return taken<T>(gather(&value, 1)[lane < 32 ? lane : lane_id()][0]);
+}
+template <typename T>
+static T __shfl_up_sync(unsigned, T value, int delta) {
+    int lane = (int)lane_id() - delta;
+    return taken<T>(gather(&value, 1)[lane >= 0 ? lane : lane_id()][0]);
+}
+static unsigned __ballot_sync(unsigned, int value) {
+    unsigned bits = 0;
+    auto* lanes = gather(&value, 1);
+    for (int i = 0; i < 32; i++) bits |= (unsigned)(taken<int>(lanes[i][0]) != 0) << i;
+    return bits;
+}
+static int __any_sync(unsigned m, int value) {
+    return __ballot_sync(m, value) != 0;
+}
+static int __all_sync(unsigned m, int value) {
+    return __ballot_sync(m, !value) == 0;
+}
+template <typename T>
+static unsigned __match_any_sync(unsigned, T value) {
+    unsigned bits = 0;
+    auto* lanes = gather(&value, 1);
+    for (int i = 0; i < 32; i++) bits |= (unsigned)(taken<T>(lanes[i][0]) == value) << i;
+    return bits;
+}
+template <typename T>
+static T atomicAdd(T* p, T value) {
+    T old = *p;
+    *p += value;
+    return old;
+}
+template <typename T>
+static T atomicMin(T* p, T value) {
+    T old = *p;
+    if (value < old) *p = value;
+    return old;
+}
+template <typename T>
+static T atomicMax(T* p, T value) {
+    T old = *p;
+    if (value > old) *p = value;
+    return old;
+}
+template <typename T>
+static T atomicOr(T* p, T value) {
+    T old = *p;
+    *p |= value;
+    return old;
+}
+template <typename T>
+static T atomicExch(T* p, T value) {
+    T old = *p;
+    *p = value;
+    return old;
+}
+
+// ---------------------------------------------------------------- arithmetic
+
+inline float __fmul_rn(float a, float b) {
+    return a * b;
+}
+inline float __fadd_rn(float a, float b) {
+    return a + b;
+}
+inline float __fsub_rn(float a, float b) {
+    return a - b;
+}
+inline float __fdiv_rn(float a, float b) {
+    return a / b;
+}
+inline float __fmaf_rn(float a, float b, float c) {
+    return fmaf(a, b, c);
+}
+inline float __frcp_rn(float a) {
+    return 1.0f / a;
+}
+inline float __frsqrt_rn(float a) {
+    return (float)(1.0 / sqrt((double)a));
+}
+inline float __fsqrt_rn(float a) {
+    return sqrtf(a);
+}
+inline float __fdividef(float a, float b) {
+    return a / b;
+}
+inline float __expf(float a) {
+    return expf(a);
+}
+inline double __dmul_rn(double a, double b) {
+    return a * b;
+}
+inline double __dadd_rn(double a, double b) {
+    return a + b;
+}
+inline float __int_as_float(int i) {
+    return taken<float>((u32)i);
+}
+inline float __uint_as_float(unsigned i) {
+    return taken<float>(i);
+}
+inline int __float_as_int(float f) {
+    u32 i;
+    memcpy(&i, &f, 4);
+    return (int)i;
+}
+inline unsigned __float_as_uint(float f) {
+    u32 i;
+    memcpy(&i, &f, 4);
+    return i;
+}
+inline float __uint2float_rn(unsigned i) {
+    return (float)i;
+}
+inline float __int2float_rn(int i) {
+    return (float)i;
+}
+inline unsigned __float2uint_rz(float f) {
+    return (unsigned)f;
+}
+inline u64 __float2ull_rz(float f) {
+    return (u64)f;
+}
+inline u64 __float2ull_rn(float f) {
+    return (u64)llrintf(f);
+}
+inline u64 __double2ull_rz(double f) {
+    return (u64)f;
+}
+inline u64 __double2ull_ru(double f) {
+    return (u64)ceil(f);
+}
+inline double __ull2double_rn(u64 i) {
+    return (double)i;
+}
+inline unsigned __umulhi(unsigned a, unsigned b) {
+    return (unsigned)((u64)a * b >> 32);
+}
+inline int __popc(unsigned v) {
+    return __builtin_popcount(v);
+}
+inline int __ffs(int v) {
+    return __builtin_ffs(v);
+}
+inline int __clz(int v) {
+    return v ? __builtin_clz(v) : 32;
+}
+template <typename T>
+inline T __ldg(const T* p) {
+    return *p;
+}
+template <typename T>
+inline T __ldcg(const T* p) {
+    return *p;
+}
+#define EXTREMES(T)           \
+    inline T min(T a, T b) {  \
+        return b < a ? b : a; \
+    }                         \
+    inline T max(T a, T b) {  \
+        return a < b ? b : a; \
+    }
+EXTREMES(int)
+EXTREMES(unsigned)
+EXTREMES(long long)
+EXTREMES(u64)
+
+// ---------------------------------------------------------------- what the kernels write in PTX
+
+#ifdef ELEM_BF16
+inline float to_float(elem e) {
+    return __uint_as_float((u32)e << 16);
+}
+inline elem from_float(float x) {
+    u32 bits = __float_as_uint(x);
+    if (x != x) return 0x7fff;
+    return (elem)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+#else
+inline float to_float(elem e) {
+    return (float)taken<_Float16>(e);
+}
+inline elem from_float(float x) {
+    _Float16 h = (_Float16)x;
+    elem e;
+    memcpy(&e, &h, 2);
+    return e;
+}
+#endif
+inline u32 pack(float lo, float hi) {
+    return from_float(lo) | (u32)from_float(hi) << 16;
+}
+inline float exp2_fast(float x) {
+    return x < -126.0f ? 0.0f : exp2f(x);
+}
+
+inline u32 shared_address(const void* p) {
+    return (u32)((const unsigned char*)p - dynamic_shared);
+}
+inline unsigned char* at_shared(u32 address, size_t bytes) {
+    if (address + bytes > dynamic_bytes) {
+        fprintf(stderr, "shared address %u past %zu bytes\n", address, dynamic_bytes);
+        abort();
+    }
+    return dynamic_shared + address;
+}
+inline void copy_async(u32 target, const void* source, bool valid) {
+    unsigned char* p = at_shared(target, 16);
+    if (valid)
+        memcpy(p, source, 16);
+    else
+        memset(p, 0, 16);
+}
+inline void commit_copies() {}
+template <int PENDING>
+inline void wait_for_copies() {}
+
+static u32 matrix_word(u64 (*lanes)[8], int matrix, int row, int column) {
+    elem e;
+    memcpy(&e, at_shared((u32)lanes[matrix * 8 + row][0] + column * 2, 2), 2);
+    return e;
+}
+static void load_matrices(u32 (&r)[4], u32 address) {
+    auto* lanes = gather(&address, 1);
+    int row = lane_id() / 4, column = lane_id() % 4 * 2;
+    for (int i = 0; i < 4; i++)
+        r[i] = matrix_word(lanes, i, row, column) | matrix_word(lanes, i, row, column + 1) << 16;
+}
+static void load_matrices_transposed(u32 (&r)[4], u32 address) {
+    auto* lanes = gather(&address, 1);
+    int column = lane_id() / 4, row = lane_id() % 4 * 2;
+    for (int i = 0; i < 4; i++)
+        r[i] = matrix_word(lanes, i, row, column) | matrix_word(lanes, i, row + 1, column) << 16;
+}
+
+static float half_of(u32 pair, int which) {
+    return to_float((elem)(pair >> 16 * which));
+}
+// PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type": who holds which element of a and b.
+static void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    auto* lanes = gather(own, 6);
+    for (int j = 0; j < 4; j++) {
+        int row = lane_id() / 4 + j / 2 * 8, column = lane_id() % 4 * 2 + j % 2;
+        float sum = c[j];
+        for (int k = 0; k < 16; k++) {
+            u32 left = (u32)lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+            u32 right = (u32)lanes[column * 4 + k % 8 / 2][4 + k / 8];
+            sum = fmaf(half_of(left, k % 2), half_of(right, k % 2), sum);
+        }
+        c[j] = sum;
+    }
+}

@@ -1,0 +1,112 @@
+"""Every kernel compiles for every architecture, without a GPU: no spills, no stack, little shared memory."""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+
+from tinyvllm_cli.backends.gpu.attention import shared_bytes
+from tinyvllm_cli.backends.gpu.kernels import ELEM_OPTIONS, KERNELS, compile_options, kernel_sources
+from tinyvllm_cli.backends.gpu.nvrtc import CompileError, Nvrtc, load_nvrtc
+from tinyvllm_cli.config import DtypeName
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
+DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float16")
+HEAD_DIMS = (64, 80, 96, 128, 256)
+SHARED_LIMIT = 99 << 10  # bytes of a block on sm_86, 89 and 120, the least of all
+
+SOURCES = kernel_sources()
+HEADERS = {name: text for name, text in SOURCES.items() if name.endswith(".cuh")}
+FILES = sorted(name for name in SOURCES if name.endswith(".cu"))
+# A kernel's name, with whatever stands between it and `extern "C"`.
+DEFINITION = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+)?(\w+)\s*\(')
+ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+SHARED = re.compile(r"(\d+) bytes smem")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the assembler says of one kernel."""
+
+    stack: int  # bytes a thread
+    spills: int  # bytes stored and loaded
+    shared: int  # static, bytes a block
+
+
+def included(name: str) -> set[str]:
+    """A source and all headers that it includes, directly or not."""
+    found = {name}
+    for header in re.findall(r'#include "([^"]+)"', SOURCES[name]):
+        found |= included(header)
+    return found
+
+
+def head_dims(name: str) -> tuple[int, ...]:
+    """Those that make a difference to the file: one stands for all where it does not name the macro."""
+    return HEAD_DIMS if any("HEAD_DIM" in SOURCES[file] for file in included(name)) else HEAD_DIMS[:1]
+
+
+def dynamic_shared(kernel: str, head_dim: int) -> int:
+    """Bytes that a launch adds to what the assembler sees."""
+    prefill, decode = shared_bytes(head_dim)
+    return {"attend_prefill": prefill, "attend_decode": decode}.get(kernel, 0)
+
+
+def usages(log: str) -> dict[str, Usage]:
+    """Kernel -> what it uses, from the log of --ptxas-options=-v."""
+    found = {}
+    for part in re.split(r"(?=Compiling entry function)", log)[1:]:
+        entry, stack, shared = ENTRY.search(part), STACK.search(part), SHARED.search(part)
+        assert entry and stack, log
+        frame, stores, loads = map(int, stack.groups())
+        found[entry[1]] = Usage(frame, stores + loads, int(shared[1]) if shared else 0)
+    return found
+
+
+def compile_variant(nvrtc: Nvrtc, name: str, arch: str, dtype: DtypeName, head_dim: int) -> dict[str, Usage]:
+    options = [*compile_options(arch, dtype, head_dim), "--ptxas-options=-v"]
+    binary, log = nvrtc.compile(name, SOURCES[name], HEADERS, options)
+    assert binary.startswith(b"\x7fELF"), f"{name}: no machine code"
+    return usages(log)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", FILES)
+def test_every_kernel_compiles_without_spills(name: str, arch: str):
+    nvrtc = load_nvrtc()
+    variants = [(dtype, head_dim) for dtype in DTYPES for head_dim in head_dims(name)]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        found = [pool.submit(compile_variant, nvrtc, name, arch, *variant) for variant in variants]
+    wrong = []
+    for (dtype, head_dim), future in zip(variants, found, strict=True):
+        try:
+            kernels = future.result()
+        except CompileError as error:
+            pytest.fail(f"{error}\n{error.log}", pytrace=False)
+        assert set(kernels) == set(DEFINITION.findall(SOURCES[name]))
+        for kernel, usage in kernels.items():
+            dynamic = dynamic_shared(kernel, head_dim)
+            if usage.spills or usage.stack or usage.shared + dynamic > SHARED_LIMIT:
+                wrong.append(f"{kernel}, {dtype}, head_dim {head_dim}: {usage}, dynamic shared memory {dynamic}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_of_kernels_is_what_the_files_define():
+    assert {kernel: name for name in FILES for kernel in DEFINITION.findall(SOURCES[name])} == KERNELS
+    # None is missing because it is written in a way that DEFINITION does not know.
+    assert sum(text.count('extern "C"') for text in SOURCES.values()) == len(KERNELS)
+
+
+def test_sources_include_nothing_of_cuda():
+    """Only our own headers: the wheel of the runtime, where CUDA's lie, is not needed to compile."""
+    assert not {file for text in SOURCES.values() for file in re.findall(r"#include\s+(<[^>]*>)", text)}
+    assert all(included(name) <= set(SOURCES) for name in FILES)
+
+
+def test_both_kinds_of_elements_are_compiled():
+    assert set(DTYPES) == set(ELEM_OPTIONS)

@@ -1,0 +1,35 @@
+"""The attention kernels on the processor: against float64, and the same bits however a sequence is cut into steps."""
+
+import gpu_tools
+import numpy as np
+import pytest
+from attention_cases import Heads, Machine, check_close, check_same_bits
+from cuda_emulator import emulator
+
+pytestmark = pytest.mark.emulated
+
+
+def machine(heads: Heads) -> Machine:
+    return Machine(emulator("attention.cu", heads.dtype, heads.head_dim).launch, np.ascontiguousarray, np.array)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(4, 1, 64),
+        Heads(9, 3, 64, "float16"),
+        Heads(1, 1, 80),
+        Heads(3, 1, 96, "float16"),
+        Heads(8, 1, 128),
+        Heads(2, 1, 256),
+        Heads(16, 1, 16, "float16"),
+    ],
+    ids=str,
+)
+def test_attention_is_that_of_float64(heads):
+    check_close(machine(heads), heads, gpu_tools.assert_close)
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 1, 64), Heads(1, 1, 256)], ids=str)
+def test_a_row_has_the_same_bits_in_any_step(heads):
+    check_same_bits(machine(heads), heads, gpu_tools.assert_same_bits, length=530)

@@ -1,0 +1,84 @@
+"""The laws of kernels and ops on the processor: the sources of cuda/ compiled as C++ (cuda_emulator.py)."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import kernel_laws
+import numpy as np
+import op_laws
+import pytest
+from cuda_emulator import EmulatedKernels
+from emulated_gpu import product
+from gpu_tools import DTYPES, OpDevice
+
+from tinyvllm_cli.backends.gpu import ops
+from tinyvllm_cli.config import DtypeName
+
+pytestmark = pytest.mark.emulated
+
+
+@functools.cache
+def open_device(dtype: DtypeName, head_dim: int = 64) -> OpDevice:
+    kernels, blas = EmulatedKernels(dtype, head_dim), SimpleNamespace(product=product)
+    return OpDevice(dtype, head_dim, kernels, blas, stream=None, multiprocessors=1, place=np.array)
+
+
+@pytest.fixture(params=DTYPES)
+def device(request: pytest.FixtureRequest) -> OpDevice:
+    return open_device(request.param)
+
+
+@pytest.mark.parametrize(("num_rows", "hidden"), [(1, 64), (5, 576), (3, 4096)])
+@pytest.mark.parametrize("picked", [False, True])
+def test_rms_norm(num_rows: int, hidden: int, picked: bool, device: OpDevice):
+    kernel_laws.rms_norm(device, num_rows, hidden, picked=picked)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "kv_heads"), [(16, 2, 1), (64, 9, 3), (80, 32, 8), (96, 4, 2), (128, 16, 1), (256, 4, 1)]
+)
+def test_rope_write(head_dim: int, heads: int, kv_heads: int, dtype: DtypeName):
+    device = open_device(dtype, head_dim)
+    kernel_laws.rope_write(device, 7, heads, kv_heads, bias=False, norms=False)
+    kernel_laws.rope_write(device, 43, heads, kv_heads, bias=True, norms=True)
+
+
+@pytest.mark.parametrize(("num_rows", "inner"), [(1, 8), (3, 1544)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_silu_mul(num_rows: int, inner: int, bias: bool, device: OpDevice):
+    kernel_laws.silu_mul(device, num_rows, inner, bias=bias)
+
+
+@pytest.mark.parametrize(("num_rows", "hidden"), [(1, 8), (5, 576)])
+def test_add_bias(num_rows: int, hidden: int, device: OpDevice):
+    kernel_laws.add_bias(device, num_rows, hidden)
+
+
+@pytest.mark.parametrize(("num_rows", "hidden"), [(1, 64), (61, 1032)])
+def test_embed(num_rows: int, hidden: int, device: OpDevice):
+    op_laws.embed(device, ops, num_rows, hidden)
+
+
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "bias-and-head-norms"])
+def test_qkv_rope_write(extras: bool, device: OpDevice):
+    op_laws.qkv_rope_write(device, ops, 21, 6, 2, extras=extras)
+
+
+@pytest.mark.parametrize("num_rows", [1, 11])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gate_up_silu(num_rows: int, bias: bool, device: OpDevice):
+    op_laws.gate_up_silu(device, ops, num_rows, bias=bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_projections_add_to_the_residual_in_place(bias: bool, device: OpDevice):
+    op_laws.projection_add(device, ops.out_proj_add, "attended", 11, bias=bias)
+    op_laws.projection_add(device, ops.down_proj_add, "activated", 11, bias=bias)
+
+
+@pytest.mark.parametrize("num_sampled", [0, 1, 6])
+def test_norm_lm_head(num_sampled: int, device: OpDevice):
+    op_laws.norm_lm_head(device, ops, 9, num_sampled)

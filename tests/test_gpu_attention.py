@@ -1,0 +1,35 @@
+"""The attention kernels on a GPU: against float64, and the same bits however a sequence is cut into steps."""
+
+import gpu_tools
+import numpy as np
+import pytest
+from attention_cases import Heads, Machine, check_close, check_same_bits
+
+pytestmark = pytest.mark.gpu
+
+
+def machine(heads: Heads) -> Machine:
+    import cupy
+
+    device = gpu_tools.open_device(heads.dtype, heads.head_dim)
+
+    def get(array):
+        cupy.cuda.runtime.deviceSynchronize()
+        return array.reshape(-1).view(np.uint8).get().view(array.dtype).reshape(array.shape)
+
+    return Machine(device.launch, gpu_tools.to_gpu, get)
+
+
+@pytest.mark.parametrize("dtype", gpu_tools.DTYPES)
+@pytest.mark.parametrize(
+    ("query", "kv", "head_dim"),
+    [(32, 8, 64), (9, 3, 64), (4, 4, 80), (3, 1, 96), (8, 1, 128), (16, 1, 128), (4, 2, 256), (2, 2, 16)],
+)
+def test_attention_is_that_of_float64(query, kv, head_dim, dtype):
+    heads = Heads(query, kv, head_dim, dtype)
+    check_close(machine(heads), heads, gpu_tools.assert_close)
+
+
+@pytest.mark.parametrize("heads", [Heads(8, 2, 64), Heads(9, 3, 64, "float16"), Heads(2, 1, 128), Heads(2, 2, 256)])
+def test_a_row_has_the_same_bits_in_any_step(heads):
+    check_same_bits(machine(heads), heads, gpu_tools.assert_same_bits, length=1050)

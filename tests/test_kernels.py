@@ -1,0 +1,255 @@
+"""Kernels on their way to a card, without one: found, compiled, kept on disk whole, launched with what they take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinyvllm_cli.backends.gpu import kernels, libraries
+from tinyvllm_cli.backends.gpu.kernels import (
+    KERNELS,
+    Kernels,
+    build,
+    compile_options,
+    kernel_sources,
+    read_binary,
+    target_arch,
+    write_binary,
+)
+from tinyvllm_cli.backends.gpu.nvrtc import CompileError, load_nvrtc
+from tinyvllm_cli.errors import DeviceError
+
+SOURCES = {name: f"text of {name}" for name in (*KERNELS.values(), "common.cuh")}
+OPTIONS = compile_options("sm_90a", "bfloat16", 64)
+FILES = sorted(set(KERNELS.values()))
+
+
+class FakeNvrtc:
+    """Gives every source a binary of its own and keeps the names of what it compiled."""
+
+    def __init__(self, version: tuple[int, int] = (13, 0)) -> None:
+        self.version = version
+        self.compiled: list[str] = []
+
+    def compile(self, name: str, source: str, headers: Mapping[str, str], options: Sequence[str]) -> tuple[bytes, str]:
+        assert list(headers) == ["common.cuh"]
+        self.compiled.append(name)
+        return f"{source} {options}".encode(), ""
+
+
+def run(cache: Path | None, *, sources: dict[str, str] = SOURCES, options: list[str] = OPTIONS, version: int = 13):
+    """What a start makes: (files compiled, binaries)."""
+    nvrtc: Any = FakeNvrtc((version, 0))
+    binaries, files = build(nvrtc, sources, options, cache)
+    assert sorted(binaries) == FILES
+    assert sorted(name for name, source in files.items() if source == "compiled") == sorted(nvrtc.compiled)
+    return sorted(nvrtc.compiled), binaries
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_the_second_start_compiles_nothing(tmp_path: Path):
+    compiled, first = run(tmp_path)
+    assert compiled == FILES
+    assert run(tmp_path) == ([], first)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sources": SOURCES | {"common.cuh": "another text"}},
+        {"sources": SOURCES | {"norm.cu": "another text"}},
+        {"options": compile_options("sm_80", "bfloat16", 64)},
+        {"options": compile_options("sm_90a", "float16", 64)},
+        {"options": compile_options("sm_90a", "bfloat16", 80)},
+        {"version": 12},
+    ],
+    ids=str,
+)
+def test_whatever_decides_the_code_compiles_it_again(tmp_path: Path, change: dict[str, Any]):
+    run(tmp_path)
+    assert run(tmp_path, **change)[0] == FILES
+    assert run(tmp_path)[0] == []  # and the old ones stay
+
+
+@pytest.mark.parametrize("damage", [lambda c: c[:-1], lambda c: b"", lambda c: c[:40], lambda c: c[:-1] + b"?"])
+def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: Any):
+    _, whole = run(tmp_path)
+    (path,) = (tmp_path / "kernels").glob("norm-*")
+    path.write_bytes(damage(path.read_bytes()))
+    assert run(tmp_path) == (["norm.cu"], whole)
+    assert run(tmp_path) == ([], whole)
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        assert run(tmp_path / "file")[0] == FILES
+    assert run(None)[0] == FILES
+
+
+def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    write_binary(tmp_path / "kernels" / "a.bin", b"code")
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_many_writers_leave_one_whole_file(tmp_path: Path):
+    path, binary = tmp_path / "kernels" / "a.bin", bytes(range(256)) * 1000
+    with ThreadPoolExecutor(8) as pool:
+        seen = list(pool.map(lambda _: (write_binary(path, binary), read_binary(path))[1], range(64)))
+    assert set(seen) == {binary}
+    assert list(path.parent.iterdir()) == [path]
+
+
+# ---------------------------------------------------------------- what is compiled, and for what
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((12, 0), "sm_120"),
+        ((12, 1), "compute_120"),  # younger than the compiler: PTX, which the driver translates
+        ((10, 3), "compute_100"),
+        ((13, 0), "compute_120"),
+    ],
+)
+def test_the_architecture_of_a_card(capability: tuple[int, int], arch: str):
+    assert target_arch(capability, [75, 80, 86, 89, 90, 100, 120]) == arch
+
+
+def test_a_card_older_than_the_compiler():
+    with pytest.raises(DeviceError, match=r"NVRTC cannot compile for compute capability 8\.0"):
+        target_arch((8, 0), [90, 100])
+
+
+def test_sources_are_those_of_the_package_or_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "tinyvllm_cli"
+    monkeypatch.setattr(kernels, "PACKAGE", package)
+    (tmp_path / "cuda").mkdir()  # in site-packages this is the namespace of NVIDIA's Python packages
+    with pytest.raises(DeviceError, match="the CUDA sources are missing"):
+        kernel_sources()
+    for text, folder in (("checkout", tmp_path / "cuda"), ("package", package / "cuda")):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("common.cuh", "a.cu", "README.md"):
+            (folder / name).write_text(text)
+        assert kernel_sources() == {"a.cu": text, "common.cuh": text}
+
+
+def test_every_kernel_of_the_table_has_a_file():
+    assert set(KERNELS.values()) <= set(kernel_sources())
+
+
+def test_nvrtc_gives_machine_code_or_ptx():
+    nvrtc = load_nvrtc()
+    source = '#include "h.cuh"\nextern "C" __global__ void f(float* x) { x[0] = VALUE; }'
+    headers = {"h.cuh": "#define VALUE 3.0f"}
+    assert nvrtc.compile("f.cu", source, headers, ["-arch=sm_90a"])[0].startswith(b"\x7fELF")
+    assert b".target sm_90" in nvrtc.compile("f.cu", source, headers, ["-arch=compute_90"])[0]
+    assert {80, 86, 89, 90, 100, 120} <= set(nvrtc.supported_archs())
+
+
+def test_a_source_that_does_not_compile():
+    with pytest.raises(
+        CompileError, match=r"^f\.cu does not compile with -arch=sm_80: f\.cu\(1\): error: .*$"
+    ) as caught:
+        load_nvrtc().compile("f.cu", "__device__ int f() { return g(); }", {}, ["-arch=sm_80"])
+    assert "1 error detected in" in caught.value.log
+
+
+def test_a_library_that_is_not_installed():
+    with pytest.raises(DeviceError, match=r"^NVIDIA's library no_such_library is not installed: run `.*pip install "):
+        libraries.open_library("no_such_library", {})
+
+
+# ---------------------------------------------------------------- launches
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Everything that CuPy is asked for, in order; kernels have 1,000 bytes of static shared memory."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Function:
+        def __init__(self, name: str) -> None:
+            self.ptr = name
+
+        def __call__(self, *arguments: Any, **options: Any) -> None:
+            calls.append((self.ptr, *arguments, options))
+
+    class Module:
+        def load(self, binary: bytes) -> None:
+            if binary == b"bad":
+                raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+
+        def get_function(self, name: str) -> Function:
+            return Function(name)
+
+    driver = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="static",
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic",
+        funcGetAttribute=lambda attribute, pointer: {"static": 1000}[attribute],
+        funcSetAttribute=lambda *arguments: calls.append(arguments),
+    )
+    for name, content in (
+        ("cupy", {}),
+        ("cupy.cuda", {}),
+        ("cupy.cuda.function", {"Module": Module}),
+        ("cupy_backends", {}),
+        ("cupy_backends.cuda", {}),
+        ("cupy_backends.cuda.api", {"driver": driver}),
+    ):
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+def loaded(binary: bytes = b"good") -> Kernels:
+    return Kernels(dict.fromkeys(FILES, binary), {})
+
+
+def test_a_launch_hands_over_what_it_is_given(launches: list[tuple[Any, ...]]):
+    array, count = object(), np.int32(3)
+    loaded().launch("embed", (2, 5), 128, (array, None, count), stream="s", shared=64)
+    ((name, grid, block, args, options),) = launches
+    assert (name, grid, block, options) == ("embed", (2, 5), (128,), {"shared_mem": 64, "stream": "s"})
+    assert args[0] is array and args[2] is count
+    assert args[1] == 0 and args[1].itemsize == 8  # a null pointer, as an argument that is there
+
+
+@pytest.mark.parametrize("grid", [(0,), (3, 0), (0, 2, 2)])
+def test_an_empty_grid_launches_nothing(launches: list[tuple[Any, ...]], grid: tuple[int, ...]):
+    loaded().launch("embed", grid, 128, (), stream=None)
+    assert launches == []
+
+
+def test_shared_memory_is_asked_for_once_where_it_exceeds_48_kb(launches: list[tuple[Any, ...]]):
+    some = loaded()
+    fits, too_much = (48 << 10) - 1000, (48 << 10) - 999
+    for shared in (fits, too_much, too_much, 90_000, fits, 90_000):
+        some.launch("attend_decode", (1,), 32, (), stream=None, shared=shared)
+    some.launch("attend_prefill", (1,), 32, (), stream=None, shared=too_much)
+    asked = [(call[0], call[2]) for call in launches if call[1] == "dynamic"]
+    assert asked == [("attend_decode", too_much), ("attend_decode", 90_000), ("attend_prefill", too_much)]
+
+
+@pytest.mark.usefixtures("launches")
+def test_code_that_the_driver_refuses():
+    with pytest.raises(DeviceError, match=r"^the driver does not load the kernels \(CUDA_ERROR_NO_BINARY_FOR_GPU\)"):
+        loaded(b"bad")

@@ -1,0 +1,1 @@
+"""The CUDA backend: the only part of the package that may import CuPy."""

@@ -1,0 +1,279 @@
+"""The CUDA backend: the seam of backends/base.py over the GPU's ops."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from tinyvllm_cli.backends.gpu import ops
+from tinyvllm_cli.backends.gpu.cublas import Blas
+from tinyvllm_cli.backends.gpu.device import Card, Device, open_card
+from tinyvllm_cli.backends.gpu.kernels import load_kernels
+from tinyvllm_cli.backends.gpu.kv import KVCache
+from tinyvllm_cli.backends.gpu.loading import allocate_parameters, load_weights
+from tinyvllm_cli.backends.gpu.memory import (
+    Buffers,
+    MemoryPlan,
+    device_view,
+    fit_memory,
+    open_arena,
+    pool_room,
+    table_rooms,
+)
+from tinyvllm_cli.backends.gpu.nvrtc import load_nvrtc
+from tinyvllm_cli.backends.gpu.pinned import Pinned, PinnedRing
+from tinyvllm_cli.backends.gpu.rows import Rows, Upload, resolve_rows
+from tinyvllm_cli.backends.gpu.slots import Slots
+from tinyvllm_cli.backends.gpu.supported import check_model
+from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
+from tinyvllm_cli.errors import DeviceError
+from tinyvllm_cli.model.llama import forward
+from tinyvllm_cli.model.parameters import Array, Parameters
+from tinyvllm_cli.model.rope import rope_tables
+from tinyvllm_cli.model.storage import known_cache_dir
+from tinyvllm_cli.model.weights.source import TensorSource
+from tinyvllm_cli.types import F32, I32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
+
+
+class InFlight:
+    """A step that was enqueued."""
+
+    def __init__(self, read: Callable[[], StepOutput]) -> None:
+        self._read = read
+        self._output: StepOutput | None = None
+
+    def result(self) -> StepOutput:
+        """Wait for the step; what was read once stays. DeviceError where the GPU failed."""
+        if self._output is None:
+            self._output = self._read()
+        return self._output
+
+
+class GpuBackend:
+    """A model on an NVIDIA GPU (backends/base.py is the contract).
+
+    A step is checked, laid out and enqueued by the host, which then goes on; results are waited for where they are
+    read. All calls come from one thread. ValueError for a bug of the caller, with nothing changed; a fault of CUDA is a
+    DeviceError, of this call and of every later one.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        fill: Callable[[Parameters], None],
+        engine: EngineConfig,
+        *,
+        tokenizer_size: int,
+        num_blocks: int | None = None,
+        max_in_flight: int = 2,
+        cache: Path | None = None,
+    ) -> None:
+        """Take the memory, compile or find the kernels, fill the weights.
+
+        fill: writes the parameters, which lie on the GPU and hold anything. tokenizer_size: ids from here on are
+        padding and never come out. num_blocks: None is what engine.gpu_memory leaves for the KV pool. cache: the
+        user's folder, for compiled kernels; None: nothing is kept.
+        ModelError where the model, or any sequence, does not fit or is not supported; DeviceError where the GPU cannot
+        be used; whatever fill raises.
+        """
+        check_model(config)
+        self._config = config
+        self._num_ids = min(tokenizer_size, config.vocab_size)
+        self._closing = ExitStack()
+        self._closed = False
+        self._fault: str | None = None
+        self._card = open_card()
+        try:
+            with self._running():
+                plan = fit_memory(config, engine, self._card.free_bytes(), num_blocks)
+                self._open(plan, engine, max_in_flight, cache)
+                fill(self._parameters)
+                # Copies of pageable memory may be under way still, and our stream waits for no other.
+                self._card.cuda.deviceSynchronize()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, plan: MemoryPlan, engine: EngineConfig, max_in_flight: int, cache: Path | None) -> None:
+        from cupy.cuda import Stream
+
+        config, card, cuda, length = self._config, self._card, self._card.cuda, plan.max_seq_len
+        arena, address = open_arena(card, plan)
+        self._closing.callback(cuda.free, address)
+        self._parameters = allocate_parameters(config, arena, engine.dtype)
+        buffers = Buffers.take(arena, config, engine, length)
+        tables = arena.take_all(table_rooms(config, engine, length))
+        workspace = arena.take((plan.workspace,), np.uint8)
+        region = arena.take((plan.uploads,), np.uint8)
+        self._cache = KVCache(arena.take(*pool_room(config, engine, plan.num_blocks)))
+        assert arena.used == plan.total, f"{arena.used} bytes used, {plan.total} planned"
+
+        stream = Stream(non_blocking=True)
+        closed_later = self._closing.enter_context  # in the reverse order
+        blas = closed_later(closing(Blas.create(stream, workspace)))
+        kernels = load_kernels(card.compute_capability, engine.dtype, config.head_dim, cache)
+        self._device = Device(card, stream, kernels, blas, engine.dtype, buffers)
+        self._slots = closed_later(closing(Slots(cuda, tables["tokens"], stream.ptr)))
+        ring = closed_later(closing(PinnedRing(cuda, max_in_flight, region.nbytes)))
+        view = device_view(region.data.ptr, region.nbytes, card.index)
+        self._upload = Upload(cuda, ring, view, region.nbytes)
+        # Where tokens and logprobs of steps in flight arrive; those that none has.
+        self._landings = [closed_later(closing(Pinned(cuda, 8 * engine.slots))) for _ in range(max_in_flight)]
+        self._rope = (tables["cos"], tables["sin"])
+        for table, values in zip(self._rope, rope_tables(config.rope, config.head_dim, length), strict=True):
+            cuda.memcpy(table.data.ptr, values.ctypes.data, values.nbytes, cuda.memcpyHostToDevice)
+        self._limits = Limits(
+            num_blocks=plan.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_batch_tokens=engine.max_batch_tokens,
+            max_slots=engine.slots,
+            max_seq_len=length,
+            vocab_size=config.vocab_size,
+            max_in_flight=max_in_flight,
+        )
+        self._facts = BackendFacts("gpu", card.name, engine.dtype, _details(card, blas, plan))
+        self._closing.callback(stream.synchronize)  # comes first: no memory may go that is still being used
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @property
+    def facts(self) -> BackendFacts:
+        return self._facts
+
+    def bind(self, slot: int, token_ids: Seq[int] | I32, options: SlotOptions) -> None:
+        known = np.ascontiguousarray(token_ids, np.int32)
+        if known.size and not 0 <= known.min() <= known.max() < self._limits.vocab_size:
+            raise ValueError(f"token ids of slot {slot} are not in the vocabulary")
+        with self._running():
+            self._slots.bind(slot, known, options)
+
+    def step(self, batch: Batch) -> InFlight:
+        with self._running():
+            if not self._landings:
+                raise ValueError(f"{self._limits.max_in_flight} steps are in flight: read one before the next")
+            token_ids, logprobs = self.run(batch, ops)
+            landing, count = self._landings.pop(), len(token_ids)
+            cuda, stream = self._card.cuda, self._device.stream.ptr
+            for place, source in ((landing.address, token_ids), (landing.address + 4 * count, logprobs)):
+                cuda.memcpyAsync(place, source.data.ptr, 4 * count, cuda.memcpyDeviceToHost, stream)
+            landing.record(stream)
+        return InFlight(partial(self._read, landing, count))
+
+    def run(self, batch: Batch, module: ModuleType) -> tuple[Array, Array]:
+        """Enqueue a step through a module of ops: tokens i32[R] and logprobs f32[R], the GPU's until the next step.
+
+        For comparisons of ops; step() says what else there is to a step.
+        """
+        with self._running():
+            rows, logits = self._forward(batch, module)
+            drawn: tuple[Array, Array] = module.sample(self._device, logits, rows, self._slots, num_ids=self._num_ids)
+            return drawn
+
+    def logits(self, batch: Batch) -> F32:
+        with self._running():
+            logits = self._forward(batch, ops)[1]
+            host = np.empty(logits.shape, np.float32)
+            width, cuda, stream = 4 * host.shape[1], self._card.cuda, self._device.stream
+            if len(host):
+                pitch = logits.strides[0]
+                target, source, kind = host.ctypes.data, logits.data.ptr, cuda.memcpyDeviceToHost
+                cuda.memcpy2DAsync(target, width, source, pitch, width, len(host), kind, stream.ptr)
+            stream.synchronize()
+            return host
+
+    def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
+        with self._running():
+            self._cache.copy(self._card.cuda, pairs, self._device.stream.ptr)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._fault is not None:
+            # CuPy would free its part of a card that has failed, even at the interpreter's end, and complain of each
+            # piece on standard error: one reference too many leaves all of it to the end of the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        with suppress(Exception):  # nothing that still goes wrong may hide why a run ends
+            self._closing.close()
+
+    def _forward(self, batch: Batch, module: ModuleType) -> tuple[Rows, Array]:
+        """Enqueue all but the sampling: tokens, K and V of all rows are written; the logits of the sampled ones."""
+        config = self._config
+        rows = resolve_rows(
+            batch,
+            self._limits,
+            self._slots,
+            self._upload,
+            group=config.num_heads // config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_ids=self._num_ids,
+        )
+        self._upload.send(self._device.stream.ptr)
+        eps = config.rms_norm_eps
+        return rows, forward(module, self._device, self._parameters, self._cache, rows, eps=eps, rope=self._rope)
+
+    def _read(self, landing: Pinned, count: int) -> StepOutput:
+        with self._running():
+            landing.wait()
+        words = landing.bytes[: 8 * count].reshape(2, -1)
+        output = StepOutput(words[:1].view(np.int32).copy(), words[1:].view(np.float32).copy())
+        self._landings.append(landing)
+        return output
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Around everything that touches the GPU. After a fault nothing on it can be trusted."""
+        if self._closed:
+            raise RuntimeError("the backend is closed")
+        if self._fault is not None:
+            raise DeviceError(self._fault)
+        try:
+            yield
+        except self._card.faults as error:
+            self._fault = self._name(error)
+            raise DeviceError(self._fault) from error
+
+    def _name(self, error: Exception) -> str:
+        """What failed, in CUDA's words where it has any: a library on it often says no more than that it failed."""
+        try:
+            self._card.cuda.deviceSynchronize()
+        except self._card.faults as cause:
+            error = cause
+        return str(error) if isinstance(error, DeviceError) else f"{self._card.name} failed: {error}"
+
+
+def open_gpu_backend(
+    config: ModelConfig, tensors: TensorSource, engine: EngineConfig, *, tokenizer_size: int
+) -> GpuBackend:
+    """A checkpoint's model on the GPU, ready for the first step. Errors as of GpuBackend."""
+    fill = partial(load_weights, config=config, tensors=tensors, dtype=engine.dtype)
+    return GpuBackend(config, fill, engine, tokenizer_size=tokenizer_size, cache=known_cache_dir())
+
+
+def _details(card: Card, blas: Blas, plan: MemoryPlan) -> dict[str, str | int]:
+    """Versions, and bytes of the memory by what it is for."""
+    import cupy
+
+    return {
+        "compute_capability": ".".join(map(str, card.compute_capability)),
+        "driver": _version(card.cuda.driverGetVersion()),
+        "cuda_runtime": _version(card.cuda.runtimeGetVersion()),
+        "cublas": str(blas.version),
+        "nvrtc": ".".join(map(str, load_nvrtc().version)),
+        "cupy": cupy.__version__,
+        **{f"{name}_bytes": getattr(plan, name) for name in ("weights", "pool", "total")},
+    }
+
+
+def _version(number: int) -> str:
+    """CUDA's own form: 13000 -> 13.0."""
+    return f"{number // 1000}.{number % 1000 // 10}"

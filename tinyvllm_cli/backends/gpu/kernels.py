@@ -1,0 +1,182 @@
+"""Our CUDA kernels: found, compiled for one card and kept on disk, then launched by name."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tinyvllm_cli.backends.gpu.nvrtc import Nvrtc, load_nvrtc
+from tinyvllm_cli.config import DtypeName
+from tinyvllm_cli.errors import DeviceError
+
+# Every kernel and the file of cuda/ that it stands in.
+KERNELS = {
+    "embed": "embed.cu",
+    "rms_norm": "norm.cu",
+    "rope_write": "rope_write.cu",
+    "silu_mul": "silu_mul.cu",
+    "add_bias": "silu_mul.cu",
+    "attend_prefill": "attention.cu",
+    "attend_decode": "attention.cu",
+    "merge_partials": "attention.cu",
+    "sample_rows": "sample.cu",
+}
+ELEM_OPTIONS = {"bfloat16": "-DELEM_BF16", "float16": "-DELEM_FP16"}
+# Cards whose machine code may use instructions of that architecture alone (wgmma, tcgen05).
+OWN_ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
+SHARED_WITHOUT_ASKING = 48 << 10  # bytes of shared memory a block may have unless the kernel asks for more
+NULL = np.uint64(0)  # CuPy would pass None as no argument at all
+PACKAGE = Path(__file__).parents[2]
+CHECKSUM_BYTES = hashlib.sha256().digest_size
+
+
+def kernels_folder(cache: Path) -> Path:
+    """Where compiled kernels are kept in the user's cache folder."""
+    return cache / "kernels"
+
+
+def kernel_sources() -> dict[str, str]:
+    """File name -> text of all .cu and .cuh files: those in the installed package, or beside it in a checkout.
+
+    The folder is known by common.cuh: in site-packages, `cuda` beside the package is another project's.
+    """
+    for folder in (PACKAGE / "cuda", PACKAGE.parent / "cuda"):
+        if (folder / "common.cuh").is_file():
+            files = sorted(path for path in folder.iterdir() if path.suffix in (".cu", ".cuh"))
+            return {path.name: path.read_text(encoding="utf-8") for path in files}
+    raise DeviceError(f"the CUDA sources are missing from {PACKAGE / 'cuda'}: install tinyvllm-cli again")
+
+
+def compile_options(arch: str, dtype: DtypeName, head_dim: int) -> list[str]:
+    """What every source is compiled with; `arch` as in sm_90a or compute_90."""
+    return [f"-arch={arch}", "-std=c++17", ELEM_OPTIONS[dtype], f"-DHEAD_DIM={head_dim}"]
+
+
+def target_arch(compute_capability: tuple[int, int], supported: list[int]) -> str:
+    """The architecture to compile for: the card's own, or, where the compiler is older than the card, the newest one
+    that it knows below: as PTX, which the driver translates. DeviceError where there is none.
+    """
+    major, minor = compute_capability
+    number = major * 10 + minor
+    if number in supported:
+        return OWN_ARCHS.get(compute_capability, f"sm_{number}")
+    below = [arch for arch in supported if arch < number]
+    if not below:
+        raise DeviceError(f"NVRTC cannot compile for compute capability {major}.{minor}: install a newer one")
+    return f"compute_{max(below)}"
+
+
+class Kernels:
+    """The kernels of one (card, dtype, head_dim), loaded into the current CUDA context."""
+
+    def __init__(self, binaries: Mapping[str, bytes], files: Mapping[str, Literal["compiled", "cached"]]) -> None:
+        from cupy.cuda.function import Module
+
+        self.files = dict(files)  # .cu file -> where its machine code came from
+        modules = {}
+        try:
+            for file, binary in binaries.items():
+                modules[file] = Module()
+                modules[file].load(binary)
+            self._functions = {name: modules[file].get_function(name) for name, file in KERNELS.items()}
+        except RuntimeError as error:  # CuPy's CUDADriverError
+            raise DeviceError(f"the driver does not load the kernels ({error}): update the NVIDIA driver") from None
+        self._shared_limits: dict[str, int] = {}  # dynamic shared memory that a kernel may be launched with
+
+    def launch(
+        self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], *, stream: Any, shared: int = 0
+    ) -> None:
+        """Enqueue one kernel; a grid with a 0 in it launches nothing.
+
+        `args`: CuPy arrays, None (a null pointer), np.int32, np.int64 and np.float32 in the order of the kernel's
+        parameters; never Python numbers, whose size is not the parameter's. `shared`: bytes of dynamic shared memory.
+        """
+        if 0 in grid:
+            return
+        function = self._functions[name]
+        if shared > self._shared_limits.get(name, 0):
+            self._allow_shared(name, shared)
+        function(grid, (block,), tuple(NULL if arg is None else arg for arg in args), shared_mem=shared, stream=stream)
+
+    def _allow_shared(self, name: str, shared: int) -> None:
+        """Static and dynamic shared memory together may exceed 48 KB only where the kernel has been told so."""
+        from cupy_backends.cuda.api import driver
+
+        pointer = self._functions[name].ptr
+        static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, pointer)
+        if static + shared > SHARED_WITHOUT_ASKING:
+            driver.funcSetAttribute(pointer, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        self._shared_limits[name] = shared
+
+
+def load_kernels(compute_capability: tuple[int, int], dtype: DtypeName, head_dim: int, cache: Path | None) -> Kernels:
+    """Compile what is not in `cache` yet, in threads, and load it. `cache` is the user's cache folder.
+
+    Needs a current CUDA context. DeviceError where NVRTC is missing, a source does not compile, or it does not load.
+    """
+    nvrtc = load_nvrtc()
+    arch = target_arch(compute_capability, nvrtc.supported_archs())
+    binaries, files = build(nvrtc, kernel_sources(), compile_options(arch, dtype, head_dim), cache)
+    return Kernels(binaries, files)
+
+
+def build(
+    nvrtc: Nvrtc, sources: Mapping[str, str], options: list[str], cache: Path | None
+) -> tuple[dict[str, bytes], dict[str, Literal["compiled", "cached"]]]:
+    """The machine code of every .cu file in KERNELS, from the cache or compiled now, and which of the two it was."""
+    headers = {name: text for name, text in sources.items() if name.endswith(".cuh")}
+    names = sorted(set(KERNELS.values()))
+    digest = _digest(nvrtc.version, sources, options)
+    paths = {name: kernels_folder(cache) / f"{Path(name).stem}-{digest}.bin" for name in names} if cache else {}
+    cached = {name: binary for name, path in paths.items() if (binary := read_binary(path)) is not None}
+    missing = [name for name in names if name not in cached]
+
+    def compile_one(name: str) -> bytes:
+        binary, _ = nvrtc.compile(name, sources[name], headers, options)
+        if name in paths:
+            write_binary(paths[name], binary)
+        return binary
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        compiled = dict(zip(missing, pool.map(compile_one, missing), strict=True))
+    return cached | compiled, {name: "cached" if name in cached else "compiled" for name in names}
+
+
+def _digest(version: tuple[int, int], sources: Mapping[str, str], options: list[str]) -> str:
+    """Over all that decides the machine code. Every source counts: a header may be included by any of them."""
+    digest = hashlib.sha256(repr((version, options, sorted(sources.items()))).encode())
+    return digest.hexdigest()[:32]
+
+
+def read_binary(path: Path) -> bytes | None:
+    """What write_binary left; None where there is nothing, or nothing whole."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    checksum, binary = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
+    return binary if checksum == hashlib.sha256(binary).digest() else None
+
+
+def write_binary(path: Path, binary: bytes) -> None:
+    """Keep `binary` behind its checksum. Written under another name first: many processes may start at once, and
+    none may see half a file. A folder that cannot be written is no error: the next start compiles again.
+    """
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(binary).digest() + binary)
+            Path(temporary).replace(path)
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+            raise

@@ -1,0 +1,140 @@
+"""The ops of the decoder on the GPU: the names, signatures and meaning of backends/cpu/ops.py.
+
+Each op enqueues its kernels (cuda/) and products on the device's stream and returns at once. What it hands back are
+the first rows of one of the device's buffers, which the op of the same name overwrites in the next layer or step.
+Products run on more rows than a step has (padded_rows in cublas.py) and get the whole buffers behind x and h for that;
+what they leave past a step's rows is never read. Activations between ops are of the dtype of the weights (elem); x,
+norms, biases and logits are float32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tinyvllm_cli.backends.gpu.attention import attend
+from tinyvllm_cli.backends.gpu.sample import sample
+from tinyvllm_cli.model.parameters import Array, Weight
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.backends.gpu.device import Device
+    from tinyvllm_cli.backends.gpu.kv import KVCache
+    from tinyvllm_cli.backends.gpu.rows import Rows
+
+__all__ = [
+    "attention",
+    "down_proj_add",
+    "embed",
+    "gate_up_silu",
+    "norm_lm_head",
+    "out_proj_add",
+    "qkv_rope_write",
+    "sample",
+]
+
+EMBED_THREADS = 128
+NORM_THREADS = 256  # the order of a norm's sum, and so its bits, depend on it
+ROPE_HEADS = 4  # of a block of threads, a warp each
+GROUP = 8  # numbers of a thread in the kernels that go number by number
+GROUP_THREADS = 256
+WARP = 32
+
+
+def embed(device: Device, table: Weight, rows: Rows) -> Array:
+    """x f32[T, H] = table[token]; the row's token, resolved, goes into the token table. NaN outside the vocabulary."""
+    x, ids = device.buffers.x, rows.token_table
+    (num_ids, hidden), max_seq_len = table.data.shape, ids.shape[1]
+    sizes = map(np.int32, (rows.num_rows, hidden, num_ids, max_seq_len))
+    args = (x, table.data, rows.token_ids, rows.sequence, rows.positions, rows.slots, ids, *sizes)
+    device.launch("embed", (rows.num_rows,), EMBED_THREADS, args)
+    return x[: rows.num_rows]
+
+
+def qkv_rope_write(
+    device: Device,
+    x: Array,
+    cache: KVCache,
+    rows: Rows,
+    *,
+    layer: int,
+    norm: Array,
+    eps: float,
+    qkv: Weight,
+    bias: Array | None,
+    q_norm: Array | None,
+    k_norm: Array | None,
+    rope: tuple[Array, Array],
+) -> Array:
+    """q elem[T, Hq, D], rotated; K and V of the rows go into their blocks."""
+    q, y, num_rows = device.buffers.q, device.buffers.qkv, rows.num_rows
+    num_layers, num_kv_heads = cache.blocks.shape[1], cache.blocks.shape[3]
+    num_heads = q.shape[1]
+    _norm_product(device, x, norm, eps, qkv, y, num_rows)
+    sizes = map(np.int32, (num_rows, num_heads, num_kv_heads, rows.width, layer, num_layers))
+    places = (rows.positions, rows.sequence, rows.block_tables)
+    args = (q, cache.blocks, y, bias, q_norm, k_norm, *rope, *places, *sizes, np.float32(eps))
+    blocks = _ceil_div(num_rows * (num_heads + 2 * num_kv_heads), ROPE_HEADS)
+    device.launch("rope_write", (blocks,), ROPE_HEADS * WARP, args)
+    return q[:num_rows]
+
+
+def attention(device: Device, q: Array, cache: KVCache, rows: Rows, *, layer: int) -> Array:
+    """h elem[T, Hq D]: each row over positions 0..p of its own sequence."""
+    return attend(device, q, cache, rows, layer=layer)
+
+
+def out_proj_add(device: Device, x: Array, h: Array, *, weight: Weight, bias: Array | None) -> None:  # noqa: ARG001
+    """x f32[T, H] += h elem[T, Hq D] @ weight.T (+ bias), in place. x and h as `embed` and `attention` return them."""
+    _product_add(device, device.buffers.attended, weight, bias, len(x))
+
+
+def gate_up_silu(device: Device, x: Array, *, norm: Array, eps: float, weight: Weight, bias: Array | None) -> Array:
+    """h elem[T, I] = SiLU(gate) * up of the normed rows; weight [2 I, H], its rows in turn 8 of gate, 8 of up."""
+    h, y, num_rows = device.buffers.activated, device.buffers.gate_up, len(x)
+    _norm_product(device, x, norm, eps, weight, y, num_rows)
+    inner = h.shape[1]
+    blocks = _ceil_div(num_rows * inner, GROUP * GROUP_THREADS)
+    device.launch("silu_mul", (blocks,), GROUP_THREADS, (h, y, bias, np.int32(num_rows), np.int32(inner)))
+    return h[:num_rows]
+
+
+def down_proj_add(device: Device, x: Array, h: Array, *, weight: Weight, bias: Array | None) -> None:  # noqa: ARG001
+    """x f32[T, H] += h elem[T, I] @ weight.T (+ bias), in place. x and h as `embed` and `gate_up_silu` return them."""
+    _product_add(device, device.buffers.activated, weight, bias, len(x))
+
+
+def norm_lm_head(device: Device, x: Array, rows: Rows, *, norm: Array, eps: float, head: Weight) -> Array:
+    """Raw logits f32[R, V] of the sampled rows; in memory a row is followed by a few numbers of padding."""
+    picked, logits, num_sampled = device.buffers.picked, device.buffers.logits, rows.num_sampled
+    if num_sampled:  # else a chunk of a prompt without its last row
+        _rms_norm(device, picked, x, norm, eps, num_sampled, rows.logits_indices)
+        device.blas.product(logits, picked, head.data, num_sampled)
+    return logits[:num_sampled, : len(head.data)]
+
+
+def _norm_product(device: Device, x: Array, norm: Array, eps: float, weight: Weight, out: Array, num_rows: int) -> None:
+    """out[:num_rows] = normed x @ weight.T."""
+    normed = device.buffers.normed
+    _rms_norm(device, normed, x, norm, eps, num_rows, None)
+    device.blas.product(out, normed, weight.data, num_rows)
+
+
+def _rms_norm(
+    device: Device, y: Array, x: Array, weight: Array, eps: float, num_rows: int, picked: Array | None
+) -> None:
+    args = (y, x, weight, picked, np.int32(num_rows), np.int32(x.shape[1]), np.float32(eps))
+    device.launch("rms_norm", (num_rows,), NORM_THREADS, args)
+
+
+def _product_add(device: Device, h: Array, weight: Weight, bias: Array | None, num_rows: int) -> None:
+    x = device.buffers.x
+    device.blas.product(x, h, weight.data, num_rows, add=True)
+    if bias is not None:
+        hidden = x.shape[1]
+        blocks = _ceil_div(num_rows * hidden, GROUP * GROUP_THREADS)
+        device.launch("add_bias", (blocks,), GROUP_THREADS, (x, bias, np.int32(num_rows), np.int32(hidden)))
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,148 @@
+"""The `sample` op on the GPU: how each row is drawn, laid out for the kernel of cuda/sample.cu.
+
+An edit adds a number to one logit of a row: a bias, or -inf to mask an id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinyvllm_cli.backends.cpu.sample import FLOAT32_MAX
+from tinyvllm_cli.model.parameters import Array
+from tinyvllm_cli.types import GREEDY_BELOW, I32, SlotOptions
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.backends.gpu.device import Device
+    from tinyvllm_cli.backends.gpu.rows import Rows, Upload
+    from tinyvllm_cli.backends.gpu.slots import Slots
+
+THREADS = 1024  # of a block: what the kernel is written for
+MAX_VOCAB = 1 << 21  # ids that fit into a rank: ID_BITS of cuda/select.cuh
+UPLOAD_EDITS = 1 << 14  # that travel with a step's other arrays; where there are more, each launch copies its own
+OPTIONS = np.dtype(  # the struct Options in cuda/sample.cu
+    [
+        ("top_p", np.float64),
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("min_p", np.float32),
+        ("logprobs", np.int32),
+        ("first_edit", np.int32),
+        ("num_edits", np.int32),
+    ]
+)
+EDIT = np.dtype([("id", np.int32), ("value", np.float32)])  # the struct Edit
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Rows that one launch draws, and their edits i32[., 2], each an EDIT."""
+
+    rows: slice
+    edits: Array | I32  # on the device where they fitted into the upload, else still on the host
+
+
+@dataclass(frozen=True, slots=True)
+class DrawPlan:
+    options: Array  # device i32[R, 10], each an OPTIONS; its first_edit counts from the first of its launch
+    launches: tuple[Draws, ...]  # cover the R rows
+    uploaded: bool  # whether the edits are on the device; there are at most UPLOAD_EDITS then, and one launch
+
+
+def scratch(max_slots: int, vocab_size: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:  # noqa: ARG001
+    """Device arrays that sampling works in."""
+    return {"edits": ((_edits_of_a_launch(vocab_size), 2), np.dtype(np.int32))}
+
+
+def upload_limit(max_slots: int) -> int:
+    """Bytes that plan_draw puts into an upload at most."""
+    return OPTIONS.itemsize * max_slots + EDIT.itemsize * UPLOAD_EDITS
+
+
+def plan_draw(options: Sequence[SlotOptions], positions: I32, num_ids: int, upload: Upload) -> DrawPlan:
+    """How to draw tokens for positions i32[R] with options [R]; ids from num_ids up are no tokens."""
+    of_rows = [_edits(slot, position, num_ids) for slot, position in zip(options, positions.tolist(), strict=True)]
+    table = np.array([_record(slot) for slot in options], OPTIONS)
+    table["num_edits"] = [len(row) for row in of_rows]
+    ends = np.cumsum(table["num_edits"])
+    edits = _words(of_rows)
+    starts = ends - table["num_edits"]
+    uploaded = len(edits) <= UPLOAD_EDITS
+    launches = []
+    for rows in _launches(ends, _edits_of_a_launch(num_ids)):
+        start, stop = int(starts[rows.start]), int(ends[rows.stop - 1])
+        table["first_edit"][rows] = starts[rows] - start
+        launches.append(Draws(rows, upload.put(edits[start:stop]) if uploaded else edits[start:stop]))
+    return DrawPlan(upload.put(table.view(np.int32).reshape(-1, OPTIONS.itemsize // 4)), tuple(launches), uploaded)
+
+
+def sample(device: Device, logits: Array, rows: Rows, slots: Slots, *, num_ids: int) -> tuple[Array, Array]:
+    """One token for each sampled row of logits f32[R, V], i32[R], and its logprob f32[R], NaN where not asked for.
+
+    Each token also goes into its slot's token table, where its position fits. A row of logits starts at a multiple of
+    16 bytes.
+    """
+    token_ids, logprobs = device.buffers.token_ids, device.buffers.logprobs
+    stride = logits.strides[0] // logits.itemsize
+    sizes = tuple(map(np.int32, (logits.shape[1], stride, num_ids, slots.token_table.shape[1])))
+    for draws in rows.draw.launches:
+        part = draws.rows
+        edits = draws.edits if rows.draw.uploaded else _copy_edits(device, draws.edits)
+        places = (rows.sample_slots[part], rows.sample_positions[part])
+        out = (token_ids[part], logprobs[part], slots.token_table)
+        args = (*out, logits[part], rows.draw.options[part], edits, *places, *sizes)
+        device.launch("sample_rows", (part.stop - part.start,), THREADS, args)
+    return token_ids[: rows.num_sampled], logprobs[: rows.num_sampled]
+
+
+def _record(slot: SlotOptions) -> tuple[float | int, ...]:
+    """An OPTIONS, its edits left out. The limit keeps -inf / T at -inf."""
+    temperature = 0.0 if slot.temperature < GREEDY_BELOW else min(slot.temperature, FLOAT32_MAX)
+    return slot.top_p, slot.seed, temperature, slot.top_k, slot.min_p, slot.logprobs, 0, 0
+
+
+def _edits(slot: SlotOptions, position: int, num_ids: int) -> dict[int, float]:
+    """What is added to the logits of a row whose token gets this position, each id once."""
+    masked = slot.stop_ids if position < slot.min_position else ()
+    if not slot.logit_bias and not masked:
+        return {}
+    edits = dict.fromkeys(masked, -math.inf)
+    for token_id, bias in slot.logit_bias:
+        edits[token_id] = edits.get(token_id, 0.0) + bias
+    return {token_id: value for token_id, value in edits.items() if 0 <= token_id < num_ids}
+
+
+def _words(of_rows: Sequence[Mapping[int, float]]) -> I32:
+    """The edits of all rows, one after another, i32[., 2]."""
+    edits = np.empty(sum(map(len, of_rows)), EDIT)
+    edits["id"] = list(chain.from_iterable(of_rows))
+    edits["value"] = list(chain.from_iterable(row.values() for row in of_rows))
+    return edits.view(np.int32).reshape(-1, 2)
+
+
+def _edits_of_a_launch(num_ids: int) -> int:
+    """The edits of a single row always fit: an id has one at most."""
+    return max(num_ids, UPLOAD_EDITS)
+
+
+def _launches(ends: Any, limit: int) -> Iterator[slice]:
+    """Rows whose edits, up to ends[r] with those of the rows before, are together within the limit."""
+    start = done = 0
+    while start < len(ends):
+        stop = int(np.searchsorted(ends, done + limit, side="right"))
+        yield slice(start, stop)
+        start, done = stop, int(ends[stop - 1])
+
+
+def _copy_edits(device: Device, edits: I32) -> Array:
+    """In pageable memory, from which CUDA copies before the call returns, and on the stream, after the launch before
+    has read its own."""
+    target = device.buffers.sampling["edits"][: len(edits)]
+    target.set(edits, stream=device.stream)
+    return target
