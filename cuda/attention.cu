@@ -165,13 +165,14 @@ extern "C" __global__ void __launch_bounds__(PREFILL_WARPS* WARP, PREFILL_BLOCKS
 
 // Grid (items, num_kv_heads), COLUMN_GROUPS warps. work i32 [items, 3]: sequence, which of its partials, where to leave
 // it (-1: it is the only one, and the row is done). starts i32 [S + 1] first row of T of each sequence, lengths i32
-// [S]. partials f32 [places, num_kv_heads, 16, HEAD_DIM + 2]: o, m, l of each row.
+// [S]. partials f32 [places, num_kv_heads, 16, HEAD_DIM + 2]: o, m, l of each row. A sequence of -1 is nothing to do.
 extern "C" __global__ void __launch_bounds__(DECODE_WARPS* WARP)
     attend_decode(elem* out, float* partials, const elem* q, const elem* cache, const int* work, const int* starts,
                   const int* lengths, const int* tables, int num_heads, int num_kv_heads, int table_width, int layer,
                   int num_layers, float scale) {
     const int* item = work + blockIdx.x * 3;
     int sequence = item[0], which = item[1], place = item[2], head = blockIdx.y;
+    if (sequence < 0) return;  // padding of a captured launch
     int first_row = starts[sequence], num_rows = starts[sequence + 1] - first_row, length = lengths[sequence];
     int group = num_heads / num_kv_heads;
     size_t row_stride = (size_t)num_heads * HEAD_DIM, first = first_row * row_stride + (size_t)head * group * HEAD_DIM;
@@ -200,6 +201,7 @@ extern "C" __global__ void __launch_bounds__(128)
                    int num_kv_heads, float scale) {
     const int* item = work + blockIdx.x * 3;
     int sequence = item[0], place = item[1], count = item[2], head = blockIdx.y, group = num_heads / num_kv_heads;
+    if (sequence < 0) return;
     int first_row = starts[sequence], num_rows = starts[sequence + 1] - first_row;
     constexpr int ROW = HEAD_DIM + 2;
     size_t next = (size_t)num_kv_heads * MMA_ROWS * ROW;

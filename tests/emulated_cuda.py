@@ -61,6 +61,7 @@ class Runtime:
         self.broken = 0  # the error of every call from now on
         self.work_done = 0
         self.breaks_at = -1  # the count of work done at which the card breaks
+        self._captures: dict[int, list[Work]] = {}  # of streams that are being captured
         self._queues: dict[int, Queue] = {}  # by stream
         self._events: dict[int, tuple[Queue, int] | None] = {}  # how much of which work to wait for
 
@@ -142,10 +143,19 @@ class Runtime:
         if recorded is not None:
             self._run(*recorded)
 
+    def begin_capture(self, stream: int) -> None:
+        assert stream not in self._captures
+        self._captures[stream] = []
+
+    def end_capture(self, stream: int) -> list[Work]:
+        self.check()
+        return self._captures.pop(stream)
+
     def enqueue(self, stream: int, run: Callable[[], object], places: tuple[int, ...]) -> None:
         """Not CUDA's: what all that is asynchronous comes down to."""
         self.check()
-        self._queues[stream].waiting.append(Work(run, places))
+        works = self._captures.get(stream, self._queues[stream].waiting)
+        works.append(Work(run, places))
 
     def _run(self, queue: Queue, end: int) -> None:
         self.check()

@@ -20,12 +20,23 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_emulator import EmulatedKernels
-from emulated_cuda import POISON, CUDARuntimeError, Runtime
+from emulated_cuda import POISON, CUDARuntimeError, Runtime, Work
 
 from tinyvllm_cli.backends.gpu import backend, cublas, device, driver, memory, packages
 from tinyvllm_cli.config import DtypeName
 
 # ---------------------------------------------------------------- CuPy
+
+
+class Graph:
+    """Captured work; what it reads and writes must be where it was."""
+
+    def __init__(self, runtime: Runtime, works: list[Work]) -> None:
+        self.runtime, self.works = runtime, works
+
+    def launch(self, stream: Stream) -> None:
+        for work in self.works:
+            self.runtime.enqueue(stream.ptr, work.run, work.places)
 
 
 class Stream:
@@ -36,6 +47,12 @@ class Stream:
 
     def synchronize(self) -> None:
         self.runtime.streamSynchronize(self.ptr)
+
+    def begin_capture(self) -> None:
+        self.runtime.begin_capture(self.ptr)
+
+    def end_capture(self) -> Graph:
+        return Graph(self.runtime, self.runtime.end_capture(self.ptr))
 
 
 class DeviceArray(np.ndarray):

@@ -59,7 +59,7 @@ def partial_places(max_seq_len: int) -> int:
 def upload_limit(max_batch_tokens: int, max_slots: int, max_seq_len: int) -> int:
     """Bytes of work that a step can have at most."""
     partials = max_slots * math.ceil(max_seq_len / PARTIAL_KEYS)
-    return ITEM_BYTES * (max_batch_tokens + 2 * max_slots + partials)
+    return ITEM_BYTES * (max_batch_tokens + 2 * (2 * max_slots + partials))  # twice: padded to powers of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +77,22 @@ class AttentionWork:
 
 
 def plan_attention(
-    starts: I32, lengths: I32, *, group: int, head_dim: int, places: int, upload: Upload
+    starts: I32, lengths: I32, *, group: int, head_dim: int, places: int, upload: Upload, padded: bool = False
 ) -> AttentionWork:
     """The work of a step with rows starts[s] .. starts[s + 1] - 1 of sequences of lengths[s] tokens, i32[S + 1], [S].
 
     group: query heads of a KV head. A sequence whose rows fit into one mma decodes: a block of threads for each of
-    its partials. Others prefill: a block for each tile of rows.
+    its partials. Others prefill: a block for each tile of rows. padded: items and merges in powers of two, so that
+    steps of about as much work launch as many blocks.
     """
+    put = (lambda work: upload.put(_padded(work))) if padded else upload.put
     num_rows = np.diff(starts)
     decodes = (num_rows > 0) & (num_rows * group <= MMA_ROWS)
     tiles = _prefill_tiles(starts, np.flatnonzero(num_rows * group > MMA_ROWS), prefill_rows(head_dim) // group)
     return AttentionWork(
         prefill=upload.put(tiles) if len(tiles) else None,
         decodes=tuple(
-            Decode(upload.put(items), upload.put(merges) if len(merges) else None)
+            Decode(put(items), put(merges) if len(merges) else None)
             for items, merges in _decode_items(np.flatnonzero(decodes), _ceil_div(lengths, PARTIAL_KEYS), places)
         ),
     )
@@ -125,6 +127,13 @@ def _decode_launch(sequences: Any, partials: Any, kept: Any) -> tuple[I32, I32]:
     several = kept > 0
     merges = np.stack([sequences[several], first_place[several], kept[several]], axis=1).astype(np.int32)
     return items, merges
+
+
+def _padded(work: I32) -> I32:
+    """With as many items of nothing to do as make a power of two."""
+    target = np.full((1 << (len(work) - 1).bit_length(), 3), -1, np.int32)
+    target[: len(work)] = work
+    return target
 
 
 def attend(device: Device, q: Any, cache: KVCache, rows: Rows, *, layer: int) -> Any:

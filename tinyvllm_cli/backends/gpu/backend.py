@@ -15,6 +15,7 @@ import numpy as np
 from tinyvllm_cli.backends.gpu import ops
 from tinyvllm_cli.backends.gpu.cublas import Blas
 from tinyvllm_cli.backends.gpu.device import Card, Device, open_card
+from tinyvllm_cli.backends.gpu.graphs import Graphs
 from tinyvllm_cli.backends.gpu.kernels import load_kernels
 from tinyvllm_cli.backends.gpu.kv import KVCache
 from tinyvllm_cli.backends.gpu.loading import allocate_parameters, load_weights
@@ -126,6 +127,7 @@ class GpuBackend:
         self._upload = Upload(cuda, ring, view, region.nbytes)
         # Where tokens and logprobs of steps in flight arrive; those that none has.
         self._landings = [closed_later(closing(Pinned(cuda, 8 * engine.slots))) for _ in range(max_in_flight)]
+        self._graphs = closed_later(closing(Graphs(stream)))
         self._rope = (tables["cos"], tables["sin"])
         for table, values in zip(self._rope, rope_tables(config.rope, config.head_dim, length), strict=True):
             cuda.memcpy(table.data.ptr, values.ctypes.data, values.nbytes, cuda.memcpyHostToDevice)
@@ -160,10 +162,14 @@ class GpuBackend:
         with self._running():
             if not self._landings:
                 raise ValueError(f"{self._limits.max_in_flight} steps are in flight: read one before the next")
-            token_ids, logprobs = self.run(batch, ops)
-            landing, count = self._landings.pop(), len(token_ids)
-            cuda, stream = self._card.cuda, self._device.stream.ptr
-            for place, source in ((landing.address, token_ids), (landing.address + 4 * count, logprobs)):
+            rows = self._resolve(batch, pads_decoding=True)
+            if rows.shape is None:
+                self._enqueue(rows, ops)
+            else:
+                self._graphs.run(rows.shape, partial(self._enqueue, rows, ops))
+            landing, count = self._landings.pop(), len(batch.sample_slots)
+            cuda, stream, drawn = self._card.cuda, self._device.stream.ptr, self._device.buffers
+            for place, source in ((landing.address, drawn.token_ids), (landing.address + 4 * count, drawn.logprobs)):
                 cuda.memcpyAsync(place, source.data.ptr, 4 * count, cuda.memcpyDeviceToHost, stream)
             landing.record(stream)
         return InFlight(partial(self._read, landing, count))
@@ -174,13 +180,11 @@ class GpuBackend:
         For comparisons of ops; step() says what else there is to a step.
         """
         with self._running():
-            rows, logits = self._forward(batch, module)
-            drawn: tuple[Array, Array] = module.sample(self._device, logits, rows, self._slots, num_ids=self._num_ids)
-            return drawn
+            return self._enqueue(self._resolve(batch), module)
 
     def logits(self, batch: Batch) -> F32:
         with self._running():
-            logits = self._forward(batch, ops)[1]
+            logits = self._forward(self._resolve(batch), ops)
             host = np.empty(logits.shape, np.float32)
             width, cuda, stream = 4 * host.shape[1], self._card.cuda, self._device.stream
             if len(host):
@@ -205,8 +209,8 @@ class GpuBackend:
         with suppress(Exception):  # nothing that still goes wrong may hide why a run ends
             self._closing.close()
 
-    def _forward(self, batch: Batch, module: ModuleType) -> tuple[Rows, Array]:
-        """Enqueue all but the sampling: tokens, K and V of all rows are written; the logits of the sampled ones."""
+    def _resolve(self, batch: Batch, *, pads_decoding: bool = False) -> Rows:
+        """Lay a step out, and enqueue the copy of what its kernels read."""
         config = self._config
         rows = resolve_rows(
             batch,
@@ -216,10 +220,20 @@ class GpuBackend:
             group=config.num_heads // config.num_kv_heads,
             head_dim=config.head_dim,
             num_ids=self._num_ids,
+            pads_decoding=pads_decoding,
         )
         self._upload.send(self._device.stream.ptr)
-        eps = config.rms_norm_eps
-        return rows, forward(module, self._device, self._parameters, self._cache, rows, eps=eps, rope=self._rope)
+        return rows
+
+    def _forward(self, rows: Rows, module: ModuleType) -> Array:
+        """Enqueue all but the sampling: tokens, K and V of all rows are written; the logits of the sampled ones."""
+        eps = self._config.rms_norm_eps
+        return forward(module, self._device, self._parameters, self._cache, rows, eps=eps, rope=self._rope)
+
+    def _enqueue(self, rows: Rows, module: ModuleType) -> tuple[Array, Array]:
+        logits = self._forward(rows, module)
+        drawn: tuple[Array, Array] = module.sample(self._device, logits, rows, self._slots, num_ids=self._num_ids)
+        return drawn
 
     def _read(self, landing: Pinned, count: int) -> StepOutput:
         with self._running():

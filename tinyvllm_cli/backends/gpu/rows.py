@@ -9,16 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyvllm_cli.backends.gpu import attention, sample
+from tinyvllm_cli.backends.gpu.cublas import padded_rows
+from tinyvllm_cli.backends.gpu.graphs import Shape
 from tinyvllm_cli.backends.row_layout import row_layout
 from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig
 from tinyvllm_cli.model.parameters import Array
-from tinyvllm_cli.types import Batch, Limits
+from tinyvllm_cli.types import I32, Batch, Limits
 
 if TYPE_CHECKING:
     from tinyvllm_cli.backends.gpu.memory import View
     from tinyvllm_cli.backends.gpu.pinned import PinnedRing
     from tinyvllm_cli.backends.gpu.slots import Slots
 
+NOWHERE = 2**31 - 1  # a position past every context
 UPLOAD_ALIGNMENT = 16  # bytes: kernels may read an array in such words
 NUM_ARRAYS = 32  # of a step beside those of attention, which has up to two for each sequence
 
@@ -54,9 +57,10 @@ class Upload:
 
 def upload_limit(engine: EngineConfig, max_seq_len: int) -> int:
     """Bytes that the upload of a step may take."""
-    T, S = engine.max_batch_tokens, engine.slots  # no more rows are sampled than there are slots
+    S = padded_rows(engine.slots)  # no more rows are sampled than there are slots
+    T = max(engine.max_batch_tokens, S)
     widest = -(-max_seq_len // BLOCK_SIZE)
-    own = 4 * (3 * T + (S + 1) + 2 * S + S * widest + 3 * S)
+    own = 4 * (3 * T + (S + 1) + 2 * S + 2 * S * widest + 3 * S)  # tables: padded to a power of two
     gaps = UPLOAD_ALIGNMENT * (NUM_ARRAYS + 2 * S)
     return own + gaps + attention.upload_limit(T, S, max_seq_len) + sample.upload_limit(S)
 
@@ -81,48 +85,138 @@ class Rows:
     token_table: Array  # [max_slots, max_seq_len], the slots' own
     attention: attention.AttentionWork
     draw: sample.DrawPlan
+    padded: bool
+
+    @property
+    def shape(self) -> Shape | None:
+        """Of a padded step: others of the same shape launch the same kernels on the same addresses. None: of a step
+        that is not padded, or whose launches depend on more than its shape."""
+        decodes = self.attention.decodes
+        if not self.padded or len(decodes) != 1 or self.draw.num_edits:
+            return None
+        merges = decodes[0].merges
+        return self.num_rows, self.width, len(decodes[0].items), 0 if merges is None else len(merges)
+
+
+@dataclass(frozen=True, slots=True)
+class _HostRows:
+    """The arrays of Rows that a batch brings or implies, on the host."""
+
+    token_ids: I32
+    sequence: I32
+    positions: I32
+    starts: I32
+    lengths: I32
+    slots: I32
+    block_tables: I32
+    logits_indices: I32
+    sample_slots: I32
+    sample_positions: I32
 
 
 def resolve_rows(
-    batch: Batch, limits: Limits, kept: Slots, upload: Upload, *, group: int, head_dim: int, num_ids: int
+    batch: Batch,
+    limits: Limits,
+    kept: Slots,
+    upload: Upload,
+    *,
+    group: int,
+    head_dim: int,
+    num_ids: int,
+    pads_decoding: bool = False,
 ) -> Rows:
     """Check a batch, count its tokens as computed, and put all that its kernels read into the upload.
 
-    group: query heads of a KV head; num_ids: ids of the tokenizer. A malformed batch is a bug of the caller:
+    group: query heads of a KV head; num_ids: ids of the tokenizer. pads_decoding: a step that only decodes gets rows
+    more, tables wider and work longer, so that it has the shape of others. A malformed batch is a bug of the caller:
     ValueError, before anything is changed.
     """
-    layout = row_layout(batch, limits, kept.counted)
-    lengths, positions = layout.lengths.astype(np.int32, copy=False), layout.positions
-    drawn = positions[batch.logits_indices] + np.int32(1)
-    options = [kept.options[slot] for slot in batch.sample_slots.tolist()]
-    width = int(positions.max()) // BLOCK_SIZE + 1  # a batch may bring wider tables than its positions need
-    kept.count(batch, lengths)
+    host = _host_rows(batch, limits, kept.counted)
+    kept.count(batch, host.lengths)
+    padded = pads_decoding and _only_decodes(batch)
+    if padded:
+        host = _padded(host)
+    options = [kept.options[slot] for slot in host.sample_slots.tolist()]
     upload.begin()
     put = upload.put
     return Rows(
-        num_rows=len(positions),
-        width=width,
-        num_sampled=len(drawn),
-        token_ids=put(batch.token_ids),
-        sequence=put(layout.sequence),
-        positions=put(positions),
-        query_start_loc=put(batch.query_start_loc),
-        lengths=put(lengths),
-        slots=put(batch.slots),
-        block_tables=put(batch.block_tables[:, :width]),
-        logits_indices=put(batch.logits_indices),
-        sample_slots=put(batch.sample_slots),
-        sample_positions=put(drawn),
+        num_rows=len(host.positions),
+        width=host.block_tables.shape[1],
+        num_sampled=len(host.sample_slots),
+        token_ids=put(host.token_ids),
+        sequence=put(host.sequence),
+        positions=put(host.positions),
+        query_start_loc=put(host.starts),
+        lengths=put(host.lengths),
+        slots=put(host.slots),
+        block_tables=put(host.block_tables),
+        logits_indices=put(host.logits_indices),
+        sample_slots=put(host.sample_slots),
+        sample_positions=put(host.sample_positions),
         token_table=kept.token_table,
         attention=attention.plan_attention(
-            batch.query_start_loc,
-            lengths,
+            host.starts,
+            host.lengths,
             group=group,
             head_dim=head_dim,
             places=attention.partial_places(limits.max_seq_len),
             upload=upload,
+            padded=padded,
         ),
-        draw=sample.plan_draw(options, drawn, num_ids, upload),
+        draw=sample.plan_draw(options, host.sample_positions, num_ids, upload),
+        padded=padded,
+    )
+
+
+def _host_rows(batch: Batch, limits: Limits, counted: I32) -> _HostRows:
+    layout = row_layout(batch, limits, counted)
+    positions = layout.positions
+    width = int(positions.max()) // BLOCK_SIZE + 1  # a batch may bring wider tables than its positions need
+    return _HostRows(
+        token_ids=batch.token_ids,
+        sequence=layout.sequence,
+        positions=positions,
+        starts=batch.query_start_loc,
+        lengths=layout.lengths.astype(np.int32, copy=False),
+        slots=batch.slots,
+        block_tables=batch.block_tables[:, :width],
+        logits_indices=batch.logits_indices,
+        sample_slots=batch.sample_slots,
+        sample_positions=positions[batch.logits_indices] + np.int32(1),
+    )
+
+
+def _only_decodes(batch: Batch) -> bool:
+    """Whether every sequence has one row, and draws from it."""
+    count = len(batch.slots)
+    return (
+        len(batch.token_ids) == count == len(batch.logits_indices)
+        and np.array_equal(batch.logits_indices, np.arange(count))
+        and np.array_equal(batch.query_start_loc, np.arange(count + 1))
+        and np.array_equal(batch.sample_slots, batch.slots)
+    )
+
+
+def _padded(host: _HostRows) -> _HostRows:
+    """Padding rows repeat the last one: they write what it writes, and only their token goes nowhere."""
+    count, width = host.block_tables.shape
+    rows = padded_rows(count)
+    which = np.minimum(np.arange(rows, dtype=np.int32), count - 1)
+    tables = np.zeros((rows, 1 << (width - 1).bit_length()), np.int32)
+    tables[:, :width] = host.block_tables[which]
+    drawn = host.sample_positions[which]
+    drawn[count:] = NOWHERE
+    return _HostRows(
+        token_ids=host.token_ids[which],
+        sequence=np.arange(rows, dtype=np.int32),
+        positions=host.positions[which],
+        starts=np.arange(rows + 1, dtype=np.int32),
+        lengths=host.lengths[which],
+        slots=host.slots[which],
+        block_tables=tables,
+        logits_indices=np.arange(rows, dtype=np.int32),
+        sample_slots=host.sample_slots[which],
+        sample_positions=drawn,
     )
 
 

@@ -53,6 +53,7 @@ class DrawPlan:
     options: Array  # device i32[R, 10], each an OPTIONS; its first_edit counts from the first of its launch
     launches: tuple[Draws, ...]  # cover the R rows
     uploaded: bool  # whether the edits are on the device; there are at most UPLOAD_EDITS then, and one launch
+    num_edits: int
 
 
 def scratch(max_slots: int, vocab_size: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:  # noqa: ARG001
@@ -79,7 +80,8 @@ def plan_draw(options: Sequence[SlotOptions], positions: I32, num_ids: int, uplo
         start, stop = int(starts[rows.start]), int(ends[rows.stop - 1])
         table["first_edit"][rows] = starts[rows] - start
         launches.append(Draws(rows, upload.put(edits[start:stop]) if uploaded else edits[start:stop]))
-    return DrawPlan(upload.put(table.view(np.int32).reshape(-1, OPTIONS.itemsize // 4)), tuple(launches), uploaded)
+    words = table.view(np.int32).reshape(-1, OPTIONS.itemsize // 4)
+    return DrawPlan(upload.put(words), tuple(launches), uploaded, len(edits))
 
 
 def sample(device: Device, logits: Array, rows: Rows, slots: Slots, *, num_ids: int) -> tuple[Array, Array]:
