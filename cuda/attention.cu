@@ -165,7 +165,8 @@ extern "C" __global__ void __launch_bounds__(PREFILL_WARPS* WARP, PREFILL_BLOCKS
 
 // Grid (items, num_kv_heads), COLUMN_GROUPS warps. work i32 [items, 3]: sequence, which of its partials, where to leave
 // it (-1: it is the only one, and the row is done). starts i32 [S + 1] first row of T of each sequence, lengths i32
-// [S]. partials f32 [places, num_kv_heads, 16, HEAD_DIM + 2]: o, m, l of each row. A sequence of -1 is nothing to do.
+// [S]. partials f32 [places, num_kv_heads, 16, HEAD_DIM + 2]: o, m, l of each row that there is. A sequence of -1 is
+// nothing to do.
 extern "C" __global__ void __launch_bounds__(DECODE_WARPS* WARP)
     attend_decode(elem* out, float* partials, const elem* q, const elem* cache, const int* work, const int* starts,
                   const int* lengths, const int* tables, int num_heads, int num_kv_heads, int table_width, int layer,
@@ -185,6 +186,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_WARPS* WARP)
         float* target = partials + ((size_t)place * num_kv_heads + head) * MMA_ROWS * (HEAD_DIM + 2);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
+            if (lane / 4 + 8 * r >= rows.count) continue;
             float* row = target + (lane / 4 + 8 * r) * (HEAD_DIM + 2);
 #pragma unroll
             for (int n = 0; n < COLUMNS / 8; n++)

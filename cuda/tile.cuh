@@ -15,7 +15,7 @@
 #include "common.cuh"
 
 constexpr int TILE_KEYS = 64;      // of a tile
-constexpr int PARTIAL_KEYS = 512;  // of a partial
+constexpr int PARTIAL_KEYS = 256;  // of a partial
 constexpr int MMA_ROWS = 16;
 // Wide heads: two warps share 16 rows, each with all scores and half of the columns of V, so that accumulators fit into
 // registers.

@@ -71,7 +71,7 @@ def test_a_decoded_row_has_the_bits_of_a_prefilled_one(model: Model, length: int
     assert_none(bit_laws.decoded(model, length))
 
 
-@pytest.mark.parametrize("start", [13, 62, 509, 510, 511, 512, 1021, 1023])
+@pytest.mark.parametrize("start", [13, 62, 254, 255, 509, 510, 511, 512, 1021, 1023])
 def test_drafts_have_the_bits_of_decoded_rows(model: Model, start: int):
     """16 rows of queries, and more, whatever the ratio of heads."""
     assert_none(bit_laws.drafts(model, start, (2, 4, 5, 8, 9)))

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 # These repeat cuda/tile.cuh and cuda/attention.cu; a test compares them with the sources.
 TILE_KEYS = 64
-PARTIAL_KEYS = 512
+PARTIAL_KEYS = 256
 MMA_ROWS = 16
 PREFILL_WARPS = 4
 MERGE_THREADS = 128
 WARP = 32
 
-MIN_PLACES = 2048  # partials that are kept at once: one launch for 256 sequences of 4,096 tokens
+MAX_PLACES = 4096  # partials that are kept at once: one launch for 256 sequences of 4,096 tokens
 LOG2_E = 1.4426950408889634
 ITEM_BYTES = 3 * 4  # of work, i32 [., 3]
 
@@ -51,9 +51,10 @@ def shared_bytes(head_dim: int) -> tuple[int, int]:
     return prefill_rows(head_dim) * row + prefill_stages * tile, MMA_ROWS * row + tile
 
 
-def partial_places(max_seq_len: int) -> int:
-    """Partials that the workspace holds; at least those of one sequence."""
-    return max(MIN_PLACES, math.ceil(max_seq_len / PARTIAL_KEYS))
+def partial_places(max_slots: int, max_seq_len: int) -> int:
+    """Partials that the workspace holds: all there can be, or MAX_PLACES; at least those of one sequence."""
+    of_sequence = math.ceil(max_seq_len / PARTIAL_KEYS)
+    return max(min(max_slots * of_sequence, MAX_PLACES), of_sequence)
 
 
 def upload_limit(max_batch_tokens: int, max_slots: int, max_seq_len: int) -> int:

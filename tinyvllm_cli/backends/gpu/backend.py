@@ -33,6 +33,7 @@ from tinyvllm_cli.backends.gpu.pinned import Pinned, PinnedRing
 from tinyvllm_cli.backends.gpu.rows import Rows, Upload, resolve_rows
 from tinyvllm_cli.backends.gpu.slots import Slots
 from tinyvllm_cli.backends.gpu.supported import check_model
+from tinyvllm_cli.backends.gpu.tuning import tune
 from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.model.llama import forward
@@ -96,6 +97,7 @@ class GpuBackend:
                 plan = fit_memory(config, engine, self._card.free_bytes(), num_blocks)
                 self._open(plan, engine, max_in_flight, cache)
                 fill(self._parameters)
+                tune(self._device, self._parameters, engine.slots, cache)
                 # Copies of pageable memory may be under way still, and our stream waits for no other.
                 self._card.cuda.deviceSynchronize()
         except BaseException:

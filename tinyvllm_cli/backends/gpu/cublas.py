@@ -17,7 +17,8 @@ Both operands are then read along K, the way they lie. C is D itself: beta = 1 a
 
 **Row invariance.** An algorithm that splits K sums a row in another order than one that does not, so the bits of a row
 would depend on which was picked, and that depends on the number of rows. Algorithms without split K agree with each
-other on the cards where it was measured (`tinyvllm doctor` measures the card at hand), so they alone are picked.
+other on the cards where it was measured (`tinyvllm doctor` measures the card at hand), so they alone are picked; which
+of them is the fastest, tuning.py measures.
 """
 
 from __future__ import annotations
@@ -113,11 +114,11 @@ class _Plan:
     a: int
     out: int
     beta: int
-    found: Any  # the _Heuristic that holds the algorithm
-    algo: int  # its address
+    found: list[_Heuristic]  # the algorithms there are
+    algo: int  # the address of the one that is used
 
 
-_UNPLANNED = _Plan(0, 0, 0, 0, 0, None, 0)
+_UNPLANNED = _Plan(0, 0, 0, 0, 0, [], 0)
 
 
 def padded_rows(rows: int, *, add: bool = False) -> int:
@@ -178,11 +179,7 @@ class Blas:
         """
         if rows == 0:
             return
-        padded = padded_rows(rows, add=add)
-        key = (padded, weight.shape, a.shape, out.shape, weight.dtype, a.dtype, out.dtype, add)
-        plan = self._plans.get(key, _UNPLANNED)
-        if plan is _UNPLANNED:
-            plan = self._plans[key] = self._make_plan(out, a, weight, padded, add)
+        plan = self._plan(out, a, weight, rows, add)
         if plan is None:
             self.gemm_ex(out, a, weight, rows, add=add)
             return
@@ -207,6 +204,17 @@ class Blas:
             ONE if add else ZERO, out.data.ptr, CUDA_TYPES[out.dtype.name], out.shape[1], COMPUTE_32F, GEMM_DEFAULT,
         )  # fmt: skip
 
+    def num_algorithms(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> int:
+        """How many algorithms without split K there are for a product; the first is the library's choice, and holds."""
+        plan = self._plan(out, a, weight, rows, add)
+        return 0 if plan is None else len(plan.found)
+
+    def choose(self, index: int, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
+        """From now on products of this shape run by the algorithm of this number."""
+        plan = self._plan(out, a, weight, rows, add)
+        assert plan is not None
+        plan.algo = ctypes.addressof(plan.found[index])
+
     @property
     def fallbacks(self) -> list[tuple[int, int, int]]:
         """(rows, N, K) of the products for which cublasLt offered no algorithm without split K."""
@@ -219,6 +227,14 @@ class Blas:
             getattr(self._library(destroy), destroy)(made)
         self._plans.clear()
 
+    def _plan(self, out: Any, a: Any, weight: Any, rows: int, add: bool) -> _Plan | None:
+        padded = padded_rows(rows, add=add)
+        key = (padded, weight.shape, a.shape, out.shape, weight.dtype, a.dtype, out.dtype, add)
+        plan = self._plans.get(key, _UNPLANNED)
+        if plan is _UNPLANNED:
+            plan = self._plans[key] = self._make_plan(out, a, weight, padded, add)
+        return plan
+
     def _make_plan(self, out: Any, a: Any, weight: Any, rows: int, add: bool) -> _Plan | None:
         _check(out, a, weight, rows)
         (n, k), elem = weight.shape, CUDA_TYPES[weight.dtype.name]
@@ -229,13 +245,11 @@ class Blas:
             self._create("cublasLtMatrixLayout", "", elem, k, rows, k),
             self._create("cublasLtMatrixLayout", "", CUDA_TYPES[out.dtype.name], n, rows, out.shape[1]),
         )
-        found = self._find_algorithm(desc, *layouts)
-        if found is None:
-            return None
-        return _Plan(desc, *layouts, ONE if add else ZERO, found, ctypes.addressof(found))
+        found = self._find_algorithms(desc, *layouts)
+        return _Plan(desc, *layouts, ONE if add else ZERO, found, ctypes.addressof(found[0])) if found else None
 
-    def _find_algorithm(self, desc: int, weight: int, a: int, out: int) -> _Heuristic | None:
-        """The fastest algorithm without split K, by the library's estimate."""
+    def _find_algorithms(self, desc: int, weight: int, a: int, out: int) -> list[_Heuristic]:
+        """The algorithms without split K, the fastest by the library's estimate first."""
         preference = self._create("cublasLtMatmulPreference")
         set_preference = partial(self._set, "cublasLtMatmulPreferenceSetAttribute", preference)
         set_preference(PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(self._workspace.nbytes))
@@ -249,7 +263,7 @@ class Blas:
         if status not in (0, NOT_SUPPORTED):
             raise _error("cublasLtMatmulAlgoGetHeuristic", status)
         usable = (found for found in results[: count.value] if found.state == 0 and not self._splits_k(found))
-        return next((_Heuristic.from_buffer_copy(found) for found in usable), None)
+        return [_Heuristic.from_buffer_copy(found) for found in usable]
 
     def _splits_k(self, found: _Heuristic) -> bool:
         """Whether an algorithm sums parts of K apart. The mask above should leave none; this makes sure."""

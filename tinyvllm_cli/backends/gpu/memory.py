@@ -123,7 +123,7 @@ def activation_rooms(config: ModelConfig, engine: EngineConfig, max_seq_len: int
         "activated": ((T, inner), elem),
         "picked": ((R, H), elem),
         "logits": ((R, logits), F32),
-        "partials": ((attention.partial_places(max_seq_len), kv, attention.MMA_ROWS, D + 2), F32),
+        "partials": ((attention.partial_places(engine.slots, max_seq_len), kv, attention.MMA_ROWS, D + 2), F32),
         "token_ids": ((R,), I32),
         "logprobs": ((R,), F32),
     }

@@ -159,7 +159,7 @@ def resolve_rows(
             host.lengths,
             group=group,
             head_dim=head_dim,
-            places=attention.partial_places(limits.max_seq_len),
+            places=attention.partial_places(limits.max_slots, limits.max_seq_len),
             upload=upload,
             padded=padded,
         ),

@@ -1,0 +1,136 @@
+"""The choice of cublasLt's algorithms, over a library whose algorithms have a time and bits of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinyvllm_cli.backends.gpu.cublas import padded_rows
+from tinyvllm_cli.backends.gpu.tuning import MAX_ROWS, tune
+from tinyvllm_cli.errors import DeviceError
+
+SHAPES = {"qkv": (24, 16), "o": (16, 16), "gate_up": (32, 16), "down": (16, 16), "head": (40, 16)}
+
+
+class HostArray(np.ndarray):
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def host(shape: tuple[int, ...], dtype: Any = np.float16) -> HostArray:
+    return np.zeros(shape, dtype).view(HostArray)
+
+
+class Library:
+    """times[i]: milliseconds of algorithm i; other_bits: algorithms that sum otherwise; broken: those that fail."""
+
+    version = "1.2.3"
+
+    def __init__(self, times: list[float], other_bits: tuple[int, ...] = (), broken: tuple[int, ...] = ()) -> None:
+        self.times, self.other_bits, self.broken = times, other_bits, broken
+        self.chosen: dict[tuple[Any, ...], int] = {}
+        self.products, self.clock, self.started = 0, 0.0, 0.0
+
+    def num_algorithms(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> int:
+        assert min(len(out), len(a)) >= rows == padded_rows(rows, add=add)
+        return len(self.times)
+
+    def choose(self, index: int, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
+        self.chosen[weight.shape, rows, add] = index
+
+    def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
+        index = self.chosen[weight.shape, rows, add]
+        if index in self.broken:
+            raise DeviceError("no room")
+        assert np.abs(a[:rows].astype(np.float32)).max() > 0.5
+        self.products += 1
+        self.clock += self.times[index]
+        out[:rows] = 2 if index in self.other_bits else 1
+
+    # what is used of cupy.cuda.runtime
+    memcpyHostToDevice, memcpyDeviceToHost = 1, 2
+
+    def memcpy(self, target: int, source: int, nbytes: int, kind: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def memsetAsync(self, target: int, value: int, nbytes: int, stream: int) -> None:
+        ctypes.memset(target, value, nbytes)
+
+    def eventCreate(self) -> int:
+        return 0
+
+    def eventRecord(self, event: int, stream: int) -> None:
+        self.started, self.took = self.clock, self.clock - self.started
+
+    def eventElapsedTime(self, start: int, end: int) -> float:
+        return self.took
+
+    def eventSynchronize(self, event: int) -> None:
+        """Everything is done at once."""
+
+    eventDestroy = eventSynchronize
+
+
+def tuned(library: Library, cache: Path | None, max_rows: int = 20) -> Library:
+    arrays = {name: host((272, 16)) for name in ("normed", "attended", "activated", "picked")}
+    outs = {"qkv": host((272, 24)), "gate_up": host((272, 32)), "x": host((272, 16), np.float32)}
+    logits = host((272, 64), np.float32)
+    layer = SimpleNamespace(**{name: SimpleNamespace(data=host(shape)) for name, shape in SHAPES.items()})
+    device = SimpleNamespace(
+        blas=library,
+        card=SimpleNamespace(name="a card", cuda=library),
+        stream=SimpleNamespace(ptr=1, synchronize=lambda: None),
+        buffers=SimpleNamespace(**arrays, **outs, logits=logits),
+    )
+    tune(device, SimpleNamespace(layers=[layer] * 3, head=layer.head), max_rows, cache)
+    return library
+
+
+def test_the_quickest_with_the_bits_of_the_first_is_chosen():
+    library = tuned(Library([5.0, 1.0, 3.0, 2.0], other_bits=(1,), broken=(3,)), None)
+    assert set(library.chosen.values()) == {2}
+    assert {rows for shape, rows, add in library.chosen if not add} == {1, 2, 4, 8, 16, 32}
+    assert {rows for shape, rows, add in library.chosen if add} == {128}
+
+
+def test_only_what_decodes_is_timed():
+    library = tuned(Library([2.0, 1.0]), None, max_rows=10_000)
+    assert max(rows for shape, rows, add in library.chosen) == MAX_ROWS
+
+
+def test_what_was_timed_is_remembered_for_card_and_library(tmp_path: Path):
+    first = tuned(Library([5.0, 1.0]), tmp_path)
+    again = tuned(Library([1.0, 5.0]), tmp_path)
+    assert first.products > 0 == again.products
+    assert again.chosen == first.chosen
+    assert [path.name for path in (tmp_path / "algorithms").iterdir()] == ["a card 1.2.3.json"]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"4 rows": "x"}', "\0", json.dumps({"x": 10**30})])
+def test_a_damaged_memory_is_made_again(content: str, tmp_path: Path):
+    path = tmp_path / "algorithms" / "a card 1.2.3.json"
+    path.parent.mkdir()
+    path.write_text(content)
+    assert set(tuned(Library([5.0, 1.0]), tmp_path).chosen.values()) == {1}
+    assert set(json.loads(path.read_text()).values()) >= {1}
+
+
+def test_a_number_that_no_algorithm_has_is_timed_again(tmp_path: Path):
+    tuned(Library([5.0, 4.0, 3.0, 1.0]), tmp_path)
+    assert set(tuned(Library([5.0, 1.0]), tmp_path).chosen.values()) == {1}
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path):
+    (tmp_path / "algorithms").write_text("a file")
+    assert set(tuned(Library([5.0, 1.0]), tmp_path).chosen.values()) == {1}
+
+
+def test_a_product_without_algorithms_is_left_alone():
+    assert tuned(Library([]), None).chosen == {}
