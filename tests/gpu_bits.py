@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 
-LENGTH = 1100  # tokens of IDS: past two borders of attention's partials, which hold 512 keys each
+LENGTH = 1100  # tokens of IDS: past four borders of attention's partials, which hold 256 keys each
 IDS = prompt(LENGTH)
-BORDERS = (0, 1, 15, 16, 17, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025)
+BORDERS = (0, 1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025)
 # Positions whose logits are compared: around every border, and where steps of several rows stand.
 WATCHED = sorted({p for b in BORDERS for p in range(b - 2, b + 11) if p >= 0} | set(range(480, 560)) | {699, 1099})
 
