@@ -1,7 +1,7 @@
 // embed: tokens of a step, resolved, kept and turned into rows of the residual stream.
 //
 //   token    = token_ids[t], or token_table[slot, position] where that is -1
-//   token_table[slot, position] = token
+//   token_table[slot, position] = token where it was given: one that was read stands there
 //   x[t, :]  = float32(table[token, :]), NaN for a token outside 0..V-1 (a failed draw stands as -1 or -2 in the table)
 //
 //   x            f32  [T, H]
@@ -9,7 +9,7 @@
 //   token_ids    i32  [T]
 //   sequence     i32  [T]      which of the step's S sequences a row belongs to
 //   positions    i32  [T]      below max_seq_len
-//   slots        i32  [S]      a slot stands in a step once, so no two rows share a place in the token table
+//   slots        i32  [S]      no two rows write one place in the token table; rows that only pad read, and never write
 //   token_table  i32  [max_slots, max_seq_len]
 //
 // Launch: grid T, block any multiple of 32; no shared memory. H is a multiple of 8.

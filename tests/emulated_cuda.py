@@ -143,11 +143,11 @@ class Runtime:
         if recorded is not None:
             self._run(*recorded)
 
-    def begin_capture(self, stream: int) -> None:
+    def streamBeginCapture(self, stream: int) -> None:
         assert stream not in self._captures
         self._captures[stream] = []
 
-    def end_capture(self, stream: int) -> list[Work]:
+    def streamEndCapture(self, stream: int) -> list[Work]:
         self.check()
         return self._captures.pop(stream)
 

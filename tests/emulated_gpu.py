@@ -49,10 +49,10 @@ class Stream:
         self.runtime.streamSynchronize(self.ptr)
 
     def begin_capture(self) -> None:
-        self.runtime.begin_capture(self.ptr)
+        self.runtime.streamBeginCapture(self.ptr)
 
     def end_capture(self) -> Graph:
-        return Graph(self.runtime, self.runtime.end_capture(self.ptr))
+        return Graph(self.runtime, self.runtime.streamEndCapture(self.ptr))
 
 
 class DeviceArray(np.ndarray):

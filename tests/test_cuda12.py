@@ -161,3 +161,7 @@ def test_what_stands_in_for_cupy_has_its_names():
     turns = cupy.ndarray((32, 8), np.dtype(ml_dtypes.bfloat16), memptr=place).reshape(-1, 2, 64)[:, 1]
     assert (turns.data.ptr - place.ptr, turns.strides) == (128, (256, 2))
     assert callable(cupy.empty) and callable(turns.get) and callable(turns.set)
+    for name in ("memsetAsync", "eventCreate", "eventElapsedTime"):  # of tuning.py, which runs on a card only
+        assert callable(getattr(runtime, name)), name
+    assert callable(cupy.cuda.Stream.begin_capture) and callable(cupy.cuda.Stream.end_capture)
+    assert callable(cupy.cuda.Graph.launch)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import emulated_gpu
+import numpy as np
 import pytest
-from gpu_subject import TINY, gpu_backend
+from emulated_cuda import OUT_OF_MEMORY, CUDARuntimeError, Runtime
+from gpu_subject import TINY, gpu_backend, to_host
 from seam import GREEDY, Part, Run, batch, prompt, step
 from tiny import make_tiny_model
 
 from tinyvllm_cli.backends.gpu import graphs
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
+from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
 from tinyvllm_cli.types import SlotOptions
 
@@ -53,8 +58,7 @@ def test_a_replayed_step_draws_what_an_enqueued_one_draws(
     count: int, checkpoint: Checkpoint, backend: GpuBackend, monkeypatch: pytest.MonkeyPatch
 ):
     found = decode(backend, runs(count), 12)
-    captured = [graph for graph in backend._graphs._graphs.values() if graph is not None]
-    assert captured
+    assert backend._graphs._graphs
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 0)
     plain = gpu_backend(checkpoint, num_blocks=60, slots=8)
     assert decode(plain, runs(count), 12) == found
@@ -71,12 +75,60 @@ def test_shapes_are_few(backend: GpuBackend):
         for run, token in zip(sequences, step(backend, *decode_once), strict=True):
             run.out.append(token)
         sequences.pop()
-    assert {rows for rows, *_ in backend._graphs._graphs} == {1, 2, 4, 8}
-    before = dict(backend._graphs._graphs)
+    before = set(backend._graphs._seen)
+    assert {rows for rows, *_ in before} == {1, 2, 4, 8}
+    assert {rows for rows, *_ in backend._graphs._graphs} >= {4, 8}
     backend.bind(0, prompt(5), SlotOptions(logit_bias=((9, 3.0),)))
     step(backend, Part(0, (1,), 0, prompt(5)), Part(1, (2,), 0, prompt(3)))
     step(backend, Part(0, (1,), 5, [9]))
-    assert backend._graphs._graphs == before
+    assert backend._graphs._seen == before
+
+
+def test_a_card_without_room_for_a_graph_enqueues(
+    backend: GpuBackend, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+):
+    wanted = decode(backend, runs(3), 6)
+    end_capture, tried = emulated_gpu.Stream.end_capture, []
+
+    def full(stream: emulated_gpu.Stream) -> None:
+        tried.append(end_capture(stream))
+        raise CUDARuntimeError(OUT_OF_MEMORY)
+
+    monkeypatch.setattr(emulated_gpu.Stream, "end_capture", full)
+    other = gpu_backend(checkpoint, num_blocks=60, slots=8)
+    assert decode(other, runs(3), 6) == wanted
+    assert len(tried) == 1 and not other._graphs._graphs
+    other.close()
+
+
+def test_graphs_outlive_a_card_that_failed(backend: GpuBackend, cuda: Runtime):
+    """CuPy would try to destroy each, and complain on standard error."""
+    sequences = runs(2)
+    decode(backend, sequences, 4)
+    captured = dict(backend._graphs._graphs)
+    cuda.breaks_at = cuda.work_done
+    with pytest.raises(DeviceError):
+        step(backend, *(run.part() for run in sequences))
+    backend.close()
+    assert captured and captured.items() <= backend._graphs._graphs.items()
+
+
+def test_no_sequence_depends_on_the_bits_of_rows_that_only_pad(backend: GpuBackend, monkeypatch: pytest.MonkeyPatch):
+    """Three rows run as four: where a library gives the fourth other bits, the three have the same tokens, K and V."""
+    blocks = slice(1, None)  # all but the null block
+    wanted = decode(backend, runs(3), 6)
+    kept = to_host(backend, backend._cache.blocks)[blocks]
+    exact = emulated_gpu.product
+
+    def spoiled(out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
+        exact(out, a, weight, rows, add=add)
+        if rows == 4:
+            out[3, : len(weight)] += 1
+
+    monkeypatch.setattr(emulated_gpu, "product", spoiled)
+    backend._graphs.close()
+    assert decode(backend, runs(3), 6) == wanted
+    np.testing.assert_array_equal(to_host(backend, backend._cache.blocks)[blocks], kept)
 
 
 def test_rows_that_only_pad_leave_nothing_behind(backend: GpuBackend):
@@ -93,8 +145,8 @@ def test_only_rows_in_their_own_order_are_a_decode_step(backend: GpuBackend):
     """One row sampled for another slot, or twice, is no plain decode step, and right all the same."""
     sequences = runs(2)
     decode(backend, sequences, 1)
-    backend._graphs.close()
+    seen = set(backend._graphs._seen)
     parts = [sequences[0].part(), sequences[1].part()]
     parts[0].samples, parts[1].samples = (1,), (0,)
     backend.step(batch(*parts)).result()
-    assert not backend._graphs._graphs
+    assert backend._graphs._seen == seen

@@ -96,8 +96,8 @@ class GpuBackend:
             with self._running():
                 plan = fit_memory(config, engine, self._card.free_bytes(), num_blocks)
                 self._open(plan, engine, max_in_flight, cache)
-                fill(self._parameters)
                 tune(self._device, self._parameters, engine.slots, cache)
+                fill(self._parameters)
                 # Copies of pageable memory may be under way still, and our stream waits for no other.
                 self._card.cuda.deviceSynchronize()
         except BaseException:
@@ -129,7 +129,8 @@ class GpuBackend:
         self._upload = Upload(cuda, ring, view, region.nbytes)
         # Where tokens and logprobs of steps in flight arrive; those that none has.
         self._landings = [closed_later(closing(Pinned(cuda, 8 * engine.slots))) for _ in range(max_in_flight)]
-        self._graphs = closed_later(closing(Graphs(stream)))
+        self._graphs = Graphs(cuda, stream)
+        self._closing.callback(self._close_graphs)
         self._rope = (tables["cos"], tables["sin"])
         for table, values in zip(self._rope, rope_tables(config.rope, config.head_dim, length), strict=True):
             cuda.memcpy(table.data.ptr, values.ctypes.data, values.nbytes, cuda.memcpyHostToDevice)
@@ -210,6 +211,10 @@ class GpuBackend:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         with suppress(Exception):  # nothing that still goes wrong may hide why a run ends
             self._closing.close()
+
+    def _close_graphs(self) -> None:
+        if self._fault is None:  # else they stay, as close() says
+            self._graphs.close()
 
     def _resolve(self, batch: Batch, *, pads_decoding: bool = False) -> Rows:
         """Lay a step out, and enqueue the copy of what its kernels read."""

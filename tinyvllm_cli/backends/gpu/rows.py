@@ -14,7 +14,7 @@ from tinyvllm_cli.backends.gpu.graphs import Shape
 from tinyvllm_cli.backends.row_layout import row_layout
 from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig
 from tinyvllm_cli.model.parameters import Array
-from tinyvllm_cli.types import I32, Batch, Limits
+from tinyvllm_cli.types import I32, Batch, Limits, SlotOptions
 
 if TYPE_CHECKING:
     from tinyvllm_cli.backends.gpu.memory import View
@@ -136,7 +136,8 @@ def resolve_rows(
     padded = pads_decoding and _only_decodes(batch)
     if padded:
         host = _padded(host)
-    options = [kept.options[slot] for slot in host.sample_slots.tolist()]
+    options = [kept.options[slot] for slot in batch.sample_slots.tolist()]
+    options += [SlotOptions()] * (len(host.sample_slots) - len(options))  # greedy: padding rows cost least
     upload.begin()
     put = upload.put
     return Rows(
@@ -198,25 +199,29 @@ def _only_decodes(batch: Batch) -> bool:
 
 
 def _padded(host: _HostRows) -> _HostRows:
-    """Padding rows repeat the last one: they write what it writes, and only their token goes nowhere."""
+    """Padding rows are at position 0 of the null block, which nobody reads but they: whatever bits they have, no K, V
+    or token of a sequence depends on it. Their token is the first of the last row's slot, their own goes nowhere.
+    """
     count, width = host.block_tables.shape
     rows = padded_rows(count)
-    which = np.minimum(np.arange(rows, dtype=np.int32), count - 1)
+    every = np.arange(rows + 1, dtype=np.int32)
     tables = np.zeros((rows, 1 << (width - 1).bit_length()), np.int32)
-    tables[:, :width] = host.block_tables[which]
-    drawn = host.sample_positions[which]
-    drawn[count:] = NOWHERE
+    tables[:count, :width] = host.block_tables
+
+    def fill(values: I32, value: int) -> I32:
+        return np.concatenate([values, np.full(rows - count, value, np.int32)])
+
     return _HostRows(
-        token_ids=host.token_ids[which],
-        sequence=np.arange(rows, dtype=np.int32),
-        positions=host.positions[which],
-        starts=np.arange(rows + 1, dtype=np.int32),
-        lengths=host.lengths[which],
-        slots=host.slots[which],
+        token_ids=fill(host.token_ids, -1),
+        sequence=every[:-1],
+        positions=fill(host.positions, 0),
+        starts=every,
+        lengths=fill(host.lengths, 1),
+        slots=fill(host.slots, host.slots[-1]),
         block_tables=tables,
-        logits_indices=np.arange(rows, dtype=np.int32),
-        sample_slots=host.sample_slots[which],
-        sample_positions=drawn,
+        logits_indices=every[:-1],
+        sample_slots=fill(host.sample_slots, host.slots[-1]),
+        sample_positions=fill(host.sample_positions, NOWHERE),
     )
 
 

@@ -1,7 +1,9 @@
 """Which of cublasLt's algorithms is the fastest for a product: timed once on a card, and remembered on disk.
 
-The library's own first choice is up to twice as slow as its best. Only algorithms that give the first one's bits are
-taken, so what is chosen, and whether it is remembered, changes no answer.
+For some shapes the library's own first choice is far behind its best (docs/performance.md). Only algorithms that give
+the first one's bits are taken, so what is chosen, and whether it is remembered, changes no answer. They are compared
+and timed on numbers of our own, before a model is loaded: one with zeros or NaN would tell nothing, and others of its
+shapes use what was remembered.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +26,9 @@ from tinyvllm_cli.model.parameters import Array, Parameters
 MAX_ROWS = 256  # what decodes; products of more rows are within 4 % of their best as the library picks them
 ROUNDS = 2  # over the weights of several layers, so that they come from memory, as in a step
 MAX_WEIGHTS = 8
-SPREAD = 1.0  # deviation of the random rows
+BLOCK_NUMBERS = 1 << 20  # random weights; larger matrices repeat them
+NOISE = 2.0**-9  # what is left of a sum, as a share of its terms
+CHECKED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +40,41 @@ class Product:
     weights: Sequence[Array]
     add: bool
 
-    def name(self, rows: int) -> str:
+    def name(self, rows: int, number: int) -> str:
+        """number: of algorithms; other lists count them otherwise."""
         (n, k), sign = self.weights[0].shape, "+" if self.add else ""
-        return f"{rows} rows {n}x{k} {self.a.dtype.name}, {sign}{self.out.dtype.name}[{self.out.shape[1]}]"
+        return f"{rows} rows {n}x{k} {self.a.dtype.name}, {sign}{self.out.dtype.name}[{self.out.shape[1]}] of {number}"
 
 
 def tune(device: Device, parameters: Parameters, max_rows: int, cache: Path | None) -> None:
-    """Choose the algorithms of all products of steps of up to max_rows rows. Overwrites the device's buffers.
+    """Choose the algorithms of all products of steps of up to max_rows rows. Overwrites the device's buffers and the
+    parameters.
 
     cache: the user's folder; None, or one that cannot be written: they are timed at each start.
     """
-    path = None if cache is None else cache / "algorithms" / f"{device.card.name} {device.blas.version}.json"
+    path = None if cache is None else cache / "algorithms" / _file_name(device)
     known = _read(path)
     before = dict(known)
     for product in _products(device, parameters):
-        _fill(device, product.a)
+        filled = False
         counts = {padded_rows(rows, add=product.add) for rows in range(1, min(max_rows, MAX_ROWS) + 1)}
         for rows in sorted(count for count in counts if count <= len(product.a)):
-            name = product.name(rows)
             number = device.blas.num_algorithms(product.out, product.a, product.weights[0], rows, add=product.add)
+            if number == 0:
+                continue
+            name = product.name(rows, number)
             if known.get(name, -1) not in range(number):
+                if not filled:
+                    _fill(device, product)
+                    filled = True
                 known[name] = _fastest(device, product, rows, number)
-            if number:
-                _choose(device, product, rows, known[name])
+            _choose(device, product, rows, known[name])
     if known != before:
         _write(path, known)
+
+
+def _file_name(device: Device) -> str:
+    return re.sub(r"[^\w .-]", "_", f"{device.card.name} {device.blas.version}.json")
 
 
 def _products(device: Device, parameters: Parameters) -> list[Product]:
@@ -74,10 +89,25 @@ def _products(device: Device, parameters: Parameters) -> list[Product]:
     ]
 
 
-def _fill(device: Device, a: Array) -> None:
-    rows = np.random.default_rng(0).normal(0, SPREAD, (min(len(a), MAX_ROWS), a.shape[1])).astype(a.dtype)
-    cuda = device.card.cuda
+def _fill(device: Device, product: Product) -> None:
+    """Random numbers whose sums over the second half of K take back nearly all of those over the first, so that another
+    order of adding shows: the bits in which it differs are few, and rounding to elem would hide most of them.
+    """
+    a, cuda, random = product.a, device.card.cuda, np.random.default_rng(0)
+    half = a.shape[1] // 2
+    rows = random.standard_normal((min(len(a), MAX_ROWS), half), np.float32).astype(a.dtype).astype(np.float32)
+    rows = np.hstack([rows, NOISE * random.standard_normal(rows.shape, np.float32) - rows]).astype(a.dtype)
     cuda.memcpy(a.data.ptr, rows.ctypes.data, rows.nbytes, cuda.memcpyHostToDevice)
+    weights = random.standard_normal((min(len(product.weights[0]), -(-BLOCK_NUMBERS // half)), half), np.float32)
+    block = np.hstack([weights, weights]).astype(a.dtype)
+    source = product.weights[0].data.ptr
+    cuda.memcpy(source, block.ctypes.data, block.nbytes, cuda.memcpyHostToDevice)
+    for weight in product.weights:
+        for start in range(0, weight.nbytes, block.nbytes):
+            target, nbytes = weight.data.ptr + start, min(block.nbytes, weight.nbytes - start)
+            if target != source:
+                cuda.memcpy(target, source, nbytes, cuda.memcpyDeviceToDevice)
+    cuda.deviceSynchronize()  # copies may be under way still, and our stream waits for no other
 
 
 def _choose(device: Device, product: Product, rows: int, index: int) -> None:
@@ -100,15 +130,15 @@ def _fastest(device: Device, product: Product, rows: int, number: int) -> int:
 
 
 def _bits(device: Device, product: Product, rows: int) -> bytes:
-    """Of the first and the last row."""
+    """Of rows all over the product, the last among them."""
     cuda, stream, out = device.card.cuda, device.stream, product.out
-    cuda.memsetAsync(out.data.ptr, 0, rows * out.strides[0], stream.ptr)
+    pitch, step = out.strides[0], max(1, rows // CHECKED_ROWS)
+    cuda.memsetAsync(out.data.ptr, 0, rows * pitch, stream.ptr)
     device.blas.product(out, product.a, product.weights[0], rows, add=product.add)
+    host = np.empty((rows // step, product.weights[0].shape[0]), out.dtype)
+    width, source, kind = host.strides[0], out.data.ptr + (step - 1) * pitch, cuda.memcpyDeviceToHost
+    cuda.memcpy2DAsync(host.ctypes.data, width, source, step * pitch, width, len(host), kind, stream.ptr)
     stream.synchronize()
-    host = np.empty((2, product.weights[0].shape[0]), out.dtype)
-    for place, row in zip(host, (0, rows - 1), strict=True):
-        source = out.data.ptr + row * out.strides[0]
-        cuda.memcpy(place.ctypes.data, source, place.nbytes, cuda.memcpyDeviceToHost)
     return host.tobytes()
 
 
@@ -139,11 +169,13 @@ def _read(path: Path | None) -> dict[str, int]:
 
 
 def _write(path: Path | None, known: dict[str, int]) -> None:
-    """Under another name first: several processes may start at once. What cannot be kept is timed again."""
+    """With what another process has kept meanwhile. Under another name first: none may see half a file. What cannot be
+    kept is timed again.
+    """
     if path is None:
         return
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(known, indent=0, sort_keys=True), encoding="utf-8")
+        part.write_text(json.dumps(_read(path) | known, indent=0, sort_keys=True), encoding="utf-8")
         part.replace(path)
