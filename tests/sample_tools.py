@@ -11,7 +11,7 @@ import numpy as np
 from gpu_tools import Array, OpDevice, assert_same_bits, read
 
 from tinyvllm_cli.backends.cpu.sample import FLOAT32_MAX, _filtered_ids, _with_bias_and_mask, gumbel, sample_row
-from tinyvllm_cli.backends.gpu.sample import plan_draw, sample, scratch, upload_limit
+from tinyvllm_cli.backends.gpu.sample import DrawOptions, plan_draw, sample, scratch, upload_limit
 from tinyvllm_cli.types import F32, I32, SlotOptions
 
 LATE = 1_000_000  # a first position that no test reaches: until then stop_ids are masked
@@ -71,11 +71,14 @@ def draw(
     token_ids, logprobs = device.poisoned((num_rows,), np.int32), device.poisoned((num_rows,), np.float32)
     table = device.poisoned((num_rows, max_seq_len), np.int32)
     upload = Upload(device)
+    kept_options, order = DrawOptions(num_rows), np.arange(num_rows, dtype=np.int32)
+    for row, option in enumerate(options):
+        kept_options.bind(row, option)
     step = SimpleNamespace(
         num_sampled=num_rows,
         sample_slots=device.upload(np.array(range(num_rows) if slots is None else slots, np.int32)),
         sample_positions=device.upload(np.array(positions, np.int32)),
-        draw=plan_draw(options, np.array(positions, np.int32), planned_ids or num_ids, upload),
+        draw=plan_draw(kept_options, order, np.array(positions, np.int32), planned_ids or num_ids, upload),
     )
     assert upload.nbytes <= upload_limit(num_rows)
     sampling = {name: device.poisoned(*room).array for name, room in scratch(num_rows, vocab).items()}

@@ -14,7 +14,7 @@ from tinyvllm_cli.backends.gpu.graphs import Shape
 from tinyvllm_cli.backends.row_layout import row_layout
 from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig
 from tinyvllm_cli.model.parameters import Array
-from tinyvllm_cli.types import I32, Batch, Limits, SlotOptions
+from tinyvllm_cli.types import I32, Batch, Limits
 
 if TYPE_CHECKING:
     from tinyvllm_cli.backends.gpu.memory import View
@@ -136,8 +136,8 @@ def resolve_rows(
     padded = pads_decoding and _only_decodes(batch)
     if padded:
         host = _padded(host)
-    options = [kept.options[slot] for slot in batch.sample_slots.tolist()]
-    options += [SlotOptions()] * (len(host.sample_slots) - len(options))  # greedy: padding rows cost least
+    draw_slots = np.full(len(host.sample_slots), kept.options.nobody, np.int32)
+    draw_slots[: len(batch.sample_slots)] = batch.sample_slots
     upload.begin()
     put = upload.put
     return Rows(
@@ -164,7 +164,7 @@ def resolve_rows(
             upload=upload,
             padded=padded,
         ),
-        draw=sample.plan_draw(options, host.sample_positions, num_ids, upload),
+        draw=sample.plan_draw(kept.options, draw_slots, host.sample_positions, num_ids, upload),
         padded=padded,
     )
 

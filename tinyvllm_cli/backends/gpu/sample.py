@@ -6,7 +6,7 @@ An edit adds a number to one logit of a row: a bias, or -inf to mask an id.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 THREADS = 1024  # of a block: what the kernel is written for
 MAX_VOCAB = 1 << 21  # ids that fit into a rank: ID_BITS of cuda/select.cuh
+ALWAYS = 2**31 - 1  # before every position
 UPLOAD_EDITS = 1 << 14  # that travel with a step's other arrays; where there are more, each launch copies its own
 OPTIONS = np.dtype(  # the struct Options in cuda/sample.cu
     [
@@ -66,13 +67,35 @@ def upload_limit(max_slots: int) -> int:
     return OPTIONS.itemsize * max_slots + EDIT.itemsize * UPLOAD_EDITS
 
 
-def plan_draw(options: Sequence[SlotOptions], positions: I32, num_ids: int, upload: Upload) -> DrawPlan:
-    """How to draw tokens for positions i32[R] with options [R]; ids from num_ids up are no tokens."""
-    of_rows = [_edits(slot, position, num_ids) for slot, position in zip(options, positions.tolist(), strict=True)]
-    table = np.array([_record(slot) for slot in options], OPTIONS)
-    table["num_edits"] = [len(row) for row in of_rows]
+class DrawOptions:
+    """How each slot draws, packed when it is bound, so that a step only gathers."""
+
+    def __init__(self, max_slots: int) -> None:
+        self.nobody = max_slots  # stands for rows that only pad: greedy, which costs least
+        self.records = np.array([_record(SlotOptions())] * (max_slots + 1), OPTIONS)
+        self._options = [SlotOptions()] * (max_slots + 1)
+        self._edited_before = np.zeros(max_slots + 1, np.int32)  # positions from here on have no edits
+
+    def bind(self, slot: int, options: SlotOptions) -> None:
+        self.records[slot] = _record(options)
+        self._options[slot] = options
+        masked_before = options.min_position if options.stop_ids else 0
+        self._edited_before[slot] = ALWAYS if options.logit_bias else masked_before
+
+    def edits(self, slots: I32, positions: I32, num_ids: int) -> dict[int, dict[int, float]]:
+        """By row, of the rows that may have some, for the token that each draws for its position."""
+        rows = np.flatnonzero(positions < self._edited_before[slots]).tolist()
+        return {row: _edits(self._options[slots[row]], int(positions[row]), num_ids) for row in rows}
+
+
+def plan_draw(kept: DrawOptions, slots: I32, positions: I32, num_ids: int, upload: Upload) -> DrawPlan:
+    """How to draw tokens for positions i32[R] as slots i32[R] do; ids from num_ids up are no tokens."""
+    of_rows = kept.edits(slots, positions, num_ids)
+    table = kept.records[slots]
+    for row, row_edits in of_rows.items():
+        table["num_edits"][row] = len(row_edits)
     ends = np.cumsum(table["num_edits"])
-    edits = _words(of_rows)
+    edits = _words(of_rows.values())
     starts = ends - table["num_edits"]
     uploaded = len(edits) <= UPLOAD_EDITS
     launches = []
@@ -120,7 +143,7 @@ def _edits(slot: SlotOptions, position: int, num_ids: int) -> dict[int, float]:
     return {token_id: value for token_id, value in edits.items() if 0 <= token_id < num_ids}
 
 
-def _words(of_rows: Sequence[Mapping[int, float]]) -> I32:
+def _words(of_rows: Collection[Mapping[int, float]]) -> I32:
     """The edits of all rows, one after another, i32[., 2]."""
     edits = np.empty(sum(map(len, of_rows)), EDIT)
     edits["id"] = list(chain.from_iterable(of_rows))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tinyvllm_cli.backends.gpu.pinned import Pinned, PinnedRing
+from tinyvllm_cli.backends.gpu.sample import DrawOptions
 from tinyvllm_cli.model.parameters import Array
 from tinyvllm_cli.types import I32, Batch, SlotOptions
 
@@ -23,7 +24,7 @@ class Slots:
         max_slots, max_seq_len = token_table.shape
         self.token_table = token_table
         self.counted: I32 = np.zeros(max_slots, np.int32)
-        self.options = [SlotOptions()] * max_slots
+        self.options = DrawOptions(max_slots)
         self._cuda = cuda
         self._stream = stream
         self._ring = PinnedRing(cuda, 2, max(MIN_STAGING, 4 * max_seq_len))
@@ -36,7 +37,7 @@ class Slots:
         if not (0 <= slot < max_slots and len(token_ids) <= max_seq_len):
             raise ValueError(f"slot {slot} with {len(token_ids)} tokens, wanted {max_slots} slots of {max_seq_len}")
         self.counted[slot] = 0
-        self.options[slot] = options
+        self.options.bind(slot, options)
         if len(token_ids):
             source = self._stage(token_ids)
             target = self.token_table.data.ptr + 4 * slot * max_seq_len
