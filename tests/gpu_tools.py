@@ -96,7 +96,6 @@ class OpDevice:
     kernels: Any
     blas: Any
     stream: Any
-    multiprocessors: int
     place: Callable[[Array], Any]  # a host array on the device
     buffers: SimpleNamespace = field(default_factory=SimpleNamespace)
 
@@ -147,7 +146,6 @@ def open_device(dtype: DtypeName, head_dim: int = 64) -> OpDevice:
         kernels=load_kernels((major, minor), dtype, head_dim, cache_dir()),
         blas=_blas(),
         stream=_stream(),
-        multiprocessors=card.attributes["MultiProcessorCount"],
         place=to_gpu,
     )
 

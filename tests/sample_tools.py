@@ -11,7 +11,7 @@ import numpy as np
 from gpu_tools import Array, OpDevice, assert_same_bits, read
 
 from tinyvllm_cli.backends.cpu.sample import FLOAT32_MAX, _filtered_ids, _with_bias_and_mask, gumbel, sample_row
-from tinyvllm_cli.backends.gpu.sample import DrawOptions, plan_draw, sample, scratch, upload_limit
+from tinyvllm_cli.backends.gpu.sample import DrawOptions, edits_room, plan_draw, sample, upload_limit
 from tinyvllm_cli.types import F32, I32, SlotOptions
 
 LATE = 1_000_000  # a first position that no test reaches: until then stop_ids are masked
@@ -81,8 +81,7 @@ def draw(
         draw=plan_draw(kept_options, order, np.array(positions, np.int32), planned_ids or num_ids, upload),
     )
     assert upload.nbytes <= upload_limit(num_rows)
-    sampling = {name: device.poisoned(*room).array for name, room in scratch(num_rows, vocab).items()}
-    ready = device.with_buffers(token_ids=token_ids, logprobs=logprobs, sampling=sampling)
+    ready = device.with_buffers(token_ids=token_ids, logprobs=logprobs, edits=device.poisoned(*edits_room(vocab)))
     kept = SimpleNamespace(token_table=table.array)
     drawn = sample(ready, rows[:, :vocab], step, kept, num_ids=num_ids)
     assert [array.shape for array in drawn] == [(num_rows,)] * 2

@@ -118,8 +118,8 @@ def test_a_quantized_file_becomes_bfloat16_on_a_gpu(tmp_path: Path):
 def test_only_the_cpu_reads_the_converted_copy(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     copy, opened = SimpleNamespace(config="copied", tensors="copied"), []
 
-    def opening(*args: object, tokenizer_size: int) -> str:
-        opened.append((args, tokenizer_size))
+    def opening(*args: object, tokenizer_size: int, **kept: object) -> str:
+        opened.append((args, tokenizer_size, kept))
         return "a backend"
 
     monkeypatch.setattr("tinyvllm_cli.model.weights.converted.converted", lambda checkpoint, cache: copy)
@@ -130,8 +130,8 @@ def test_only_the_cpu_reads_the_converted_copy(checkpoint: Checkpoint, tmp_path:
     engine = EngineConfig(slots=1, max_batch_tokens=16, dtype="bfloat16")
     for backend, cache in (("cpu", tmp_path), ("cpu", None), ("gpu", tmp_path)):
         assert open_backend(backend, checkpoint, engine, 9, cache) == "a backend"
-    own = ((checkpoint.config, checkpoint.tensors, engine), 9)
-    assert opened == [(("copied", "copied", engine), 9), own, own]
+    own = (checkpoint.config, checkpoint.tensors, engine)
+    assert opened == [(("copied", "copied", engine), 9, {}), (own, 9, {}), (own, 9, {"cache": tmp_path})]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_only_the_cpu_reads_the_converted_copy(checkpoint: Checkpoint, tmp_path:
 def test_a_gpu_that_cannot_be_opened_names_the_way_out(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, fault: Exception, said: str
 ):
-    def opening(*args: object, tokenizer_size: int) -> None:
+    def opening(*args: object, tokenizer_size: int, cache: Path | None) -> None:
         raise fault
 
     gpu = ModuleType("tinyvllm_cli.backends.gpu.backend")

@@ -46,7 +46,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """A machine with a GPU, which is a stand-in; the configs it was opened with."""
     opened: list[EngineConfig] = []
 
-    def opening(config: Any, tensors: Any, engine: EngineConfig, *, tokenizer_size: int) -> StandIn:
+    def opening(config: Any, tensors: Any, engine: EngineConfig, *, tokenizer_size: int, cache: Path | None) -> StandIn:
         opened.append(engine)
         return StandIn(config, tensors, replace(engine, max_model_len=64), tokenizer_size=tokenizer_size)
 

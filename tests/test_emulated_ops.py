@@ -22,7 +22,7 @@ pytestmark = pytest.mark.emulated
 @functools.cache
 def open_device(dtype: DtypeName, head_dim: int = 64) -> OpDevice:
     kernels, blas = EmulatedKernels(dtype, head_dim), SimpleNamespace(product=product)
-    return OpDevice(dtype, head_dim, kernels, blas, stream=None, multiprocessors=1, place=np.array)
+    return OpDevice(dtype, head_dim, kernels, blas, stream=None, place=np.array)
 
 
 @pytest.fixture(params=DTYPES)

@@ -30,7 +30,7 @@ class HostArray(np.ndarray):
 @pytest.fixture(scope="module")
 def device() -> OpDevice:
     return OpDevice(
-        "bfloat16", 64, EmulatedKernels("bfloat16", 64), None, None, 1, lambda array: np.array(array).view(HostArray)
+        "bfloat16", 64, EmulatedKernels("bfloat16", 64), None, None, lambda array: np.array(array).view(HostArray)
     )
 
 

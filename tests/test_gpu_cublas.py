@@ -40,7 +40,7 @@ def blas(stream: Any) -> Iterator[Blas]:
 
 def device_of(blas: Blas, dtype: DtypeName) -> OpDevice:
     """For arrays of that dtype; no kernels."""
-    return OpDevice(dtype, 64, kernels=None, blas=blas, stream=None, multiprocessors=1, place=to_gpu)
+    return OpDevice(dtype, 64, kernels=None, blas=blas, stream=None, place=to_gpu)
 
 
 def random_elem(rng: np.random.Generator, shape: tuple[int, ...], dtype: DtypeName) -> Array:

@@ -16,6 +16,7 @@ from tiny import TOKENIZER_SIZE, make_tiny_model
 from tinyvllm_cli.backends.gpu.parity import Comparison, compare_prompts, worst_by_op
 from tinyvllm_cli.config import DtypeName, EngineConfig
 from tinyvllm_cli.model.checkpoint import open_checkpoint
+from tinyvllm_cli.model.storage import known_cache_dir
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +35,9 @@ def open_tiny(folder: Path, dtype: DtypeName, **model: Any) -> Any:
 
     checkpoint = open_checkpoint(make_tiny_model(folder, **model))
     engine = EngineConfig(slots=len(LENGTHS), max_model_len=544, max_batch_tokens=640, dtype=dtype)
-    return open_gpu_backend(checkpoint.config, checkpoint.tensors, engine, tokenizer_size=TOKENIZER_SIZE)
+    return open_gpu_backend(
+        checkpoint.config, checkpoint.tensors, engine, tokenizer_size=TOKENIZER_SIZE, cache=known_cache_dir()
+    )
 
 
 def table(worst: dict[str, Comparison]) -> str:

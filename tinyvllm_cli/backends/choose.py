@@ -82,8 +82,8 @@ def engine_config(backend: Chosen, options: EngineOptions, checkpoint: Checkpoin
 def open_backend(
     backend: Chosen, checkpoint: Checkpoint, engine: EngineConfig, tokenizer_size: int, cache: Path | None
 ) -> Backend:
-    """A model on its device, ready for the first step. cache: the user's folder, for the weights that the CPU converts;
-    None: nothing is kept.
+    """A model on its device, ready for the first step. cache: the user's folder, for the weights that the CPU converts
+    and for what a GPU compiles and times; None: nothing is kept.
 
     ModelError where the model does not fit, DeviceError where the GPU cannot be used.
     """
@@ -91,7 +91,9 @@ def open_backend(
         from tinyvllm_cli.backends.gpu.backend import open_gpu_backend
 
         with _or_the_cpu():
-            return open_gpu_backend(checkpoint.config, checkpoint.tensors, engine, tokenizer_size=tokenizer_size)
+            return open_gpu_backend(
+                checkpoint.config, checkpoint.tensors, engine, tokenizer_size=tokenizer_size, cache=cache
+            )
     from tinyvllm_cli.backends.cpu.backend import CpuBackend
     from tinyvllm_cli.model.weights.converted import converted
 

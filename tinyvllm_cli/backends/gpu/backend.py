@@ -39,7 +39,6 @@ from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.model.llama import forward
 from tinyvllm_cli.model.parameters import Array, Parameters
 from tinyvllm_cli.model.rope import rope_tables
-from tinyvllm_cli.model.storage import known_cache_dir
 from tinyvllm_cli.model.weights.source import TensorSource
 from tinyvllm_cli.types import F32, I32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
 
@@ -273,11 +272,11 @@ class GpuBackend:
 
 
 def open_gpu_backend(
-    config: ModelConfig, tensors: TensorSource, engine: EngineConfig, *, tokenizer_size: int
+    config: ModelConfig, tensors: TensorSource, engine: EngineConfig, *, tokenizer_size: int, cache: Path | None
 ) -> GpuBackend:
     """A checkpoint's model on the GPU, ready for the first step. Errors as of GpuBackend."""
     fill = partial(load_weights, config=config, tensors=tensors, dtype=engine.dtype)
-    return GpuBackend(config, fill, engine, tokenizer_size=tokenizer_size, cache=known_cache_dir())
+    return GpuBackend(config, fill, engine, tokenizer_size=tokenizer_size, cache=cache)
 
 
 def _details(card: Card, blas: Blas, plan: MemoryPlan) -> dict[str, str | int]:

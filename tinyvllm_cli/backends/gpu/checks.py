@@ -67,7 +67,9 @@ def check_gpu() -> Iterator[Finding]:
     major, minor = card.compute_capability
     yield Finding("GPU", True, f"{card.name}, compute capability {major}.{minor}, {free} of {total} free")
     tensors = RandomTensors(SMALL)
-    with closing(open_gpu_backend(SMALL, tensors, ENGINE, tokenizer_size=TOKENIZER_SIZE)) as backend:
+    with closing(
+        open_gpu_backend(SMALL, tensors, ENGINE, tokenizer_size=TOKENIZER_SIZE, cache=known_cache_dir())
+    ) as backend:
         yield from _software(backend)
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, TOKENIZER_SIZE, length).tolist() for length in PROMPT_LENGTHS]

@@ -108,7 +108,7 @@ def weight_rooms(config: ModelConfig, dtype: DtypeName) -> list[tuple[str, int |
 
 
 def activation_rooms(config: ModelConfig, engine: EngineConfig, max_seq_len: int) -> dict[str, Room]:
-    """Fields of Buffers but `sampling`. Rows: as many as the products of the largest step run on."""
+    """Fields of Buffers. Rows: as many as the products of the largest step run on."""
     elem, T, R = elem_dtype(engine.dtype), padded_rows(engine.max_batch_tokens, add=True), padded_rows(engine.slots)
     H, D, inner = config.hidden_size, config.head_dim, config.intermediate_size
     q, kv = config.num_heads, config.num_kv_heads
@@ -126,6 +126,7 @@ def activation_rooms(config: ModelConfig, engine: EngineConfig, max_seq_len: int
         "partials": ((attention.partial_places(engine.slots, max_seq_len), kv, attention.MMA_ROWS, D + 2), F32),
         "token_ids": ((R,), I32),
         "logprobs": ((R,), F32),
+        "edits": sample.edits_room(config.vocab_size),
     }
 
 
@@ -160,13 +161,11 @@ class Buffers:
     partials: Array  # f32[places, Hkv, 16, D + 2] of attention over split keys
     token_ids: Array  # i32[R] drawn
     logprobs: Array  # f32[R] of them
-    sampling: dict[str, Array]  # as gpu/sample.py asks for
+    edits: Array  # i32[., 2] of logits, where a step has more than its upload holds
 
     @classmethod
     def take(cls, arena: Arena, config: ModelConfig, engine: EngineConfig, max_seq_len: int) -> Buffers:
-        rooms = activation_rooms(config, engine, max_seq_len)
-        scratch = sample.scratch(engine.slots, config.vocab_size)
-        return cls(**arena.take_all(rooms), sampling=arena.take_all(scratch))
+        return cls(**arena.take_all(activation_rooms(config, engine, max_seq_len)))
 
 
 # ---------------------------------------------------------------- how much of it
@@ -198,10 +197,9 @@ class MemoryPlan:
 def plan_memory(config: ModelConfig, engine: EngineConfig, *, wanted: int, num_blocks: int) -> MemoryPlan:
     """A pool of num_blocks and all that goes with it; wanted: tokens of the longest sequence that is asked for."""
     max_seq_len = longest_sequence(wanted, num_blocks)
-    activations = activation_rooms(config, engine, max_seq_len).values()
     return MemoryPlan(
         weights=total_bytes(room for _, _, room in weight_rooms(config, engine.dtype)),
-        activations=total_bytes([*activations, *sample.scratch(engine.slots, config.vocab_size).values()]),
+        activations=total_bytes(activation_rooms(config, engine, max_seq_len).values()),
         tables=total_bytes(table_rooms(config, engine, max_seq_len).values()),
         workspace=WORKSPACE,
         uploads=room_bytes(((upload_limit(engine, max_seq_len),), np.uint8)),

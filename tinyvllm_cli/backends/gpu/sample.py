@@ -57,9 +57,9 @@ class DrawPlan:
     num_edits: int
 
 
-def scratch(max_slots: int, vocab_size: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:  # noqa: ARG001
-    """Device arrays that sampling works in."""
-    return {"edits": ((_edits_of_a_launch(vocab_size), 2), np.dtype(np.int32))}
+def edits_room(vocab_size: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of the buffer for edits that do not fit into an upload."""
+    return (_edits_of_a_launch(vocab_size), 2), np.dtype(np.int32)
 
 
 def upload_limit(max_slots: int) -> int:
@@ -168,6 +168,6 @@ def _launches(ends: Any, limit: int) -> Iterator[slice]:
 def _copy_edits(device: Device, edits: I32) -> Array:
     """In pageable memory, from which CUDA copies before the call returns, and on the stream, after the launch before
     has read its own."""
-    target = device.buffers.sampling["edits"][: len(edits)]
+    target = device.buffers.edits[: len(edits)]
     target.set(edits, stream=device.stream)
     return target
