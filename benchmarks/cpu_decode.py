@@ -15,7 +15,6 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ import transformers  # noqa: TID251
 
 from tinyvllm_cli.backends.choose import engine_config
 from tinyvllm_cli.backends.cpu.backend import CpuBackend
+from tinyvllm_cli.backends.cpu.timing import product_rate, read_rate
 from tinyvllm_cli.config import BLOCK_SIZE, EngineOptions
 from tinyvllm_cli.model.checkpoint import open_checkpoint
 from tinyvllm_cli.types import I32, Batch, SlotOptions
@@ -93,31 +93,6 @@ def compare(
     print(f"{name} {sequences:2d}: {shown[0]}, transformers {shown[1]}, ratio {ratio:.2f}, {share:.0%} of {bound:.0f}")
 
 
-def read_rate(threads: int) -> float:
-    """Bytes a second that sums over an array read: best of 5, the array much larger than the caches."""
-    parts = np.array_split(np.ones(1 << 28, np.float32), threads)
-
-    def seconds() -> float:
-        started = time.perf_counter()
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(np.sum, parts))
-        return time.perf_counter() - started
-
-    return sum(part.nbytes for part in parts) / min(seconds() for _ in range(5))
-
-
-def multiply_rate() -> float:
-    """Floating-point operations a second of a large float32 product: best of 5."""
-    a = np.ones((2048, 2048), np.float32)
-
-    def seconds() -> float:
-        started = time.perf_counter()
-        a @ a
-        return time.perf_counter() - started
-
-    return 2 * 2048**3 / min(seconds() for _ in range(5))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -138,7 +113,7 @@ def main() -> None:
     sides = (ours(backend), theirs(reference))
     weights = sum(math.prod(checkpoint.tensors.shape(name)) for name in checkpoint.tensors.names())
     head = checkpoint.config.vocab_size * checkpoint.config.hidden_size
-    bytes_per_s, flops = read_rate(options.threads), multiply_rate()
+    bytes_per_s, flops = read_rate(options.threads), product_rate(options.threads)
     print(
         f"reads {bytes_per_s / 1e9:.1f} GB/s, multiplies {flops / 1e9:.0f} GFLOP/s, {weights * 4 / 1e9:.3f} GB a step"
     )

@@ -23,6 +23,49 @@ __device__ __forceinline__ float minus_infinity() {
     return __uint_as_float(0xff800000u);
 }
 
+// ---------------------------------------------------------------- one kernel after another
+
+// Kernels of a step follow each other by programmatic dependent launch (CUDA C++ Programming Guide): one may start
+// while the one before it still runs, and saves the time of starting. Every kernel therefore calls, in every thread,
+// start_next_kernel() at its top, and wait_for_kernel_before() before it returns and before it reads or writes anything
+// that a kernel writes; only what was there before the step's first kernel (weights, norms, biases, rope tables, what
+// the host has copied for the step) may be read earlier, and is on its way then while the kernel before still runs.
+// The end of a kernel then says that all before it have ended too: one that returned without waiting would break that
+// for every kernel after it. Both are nothing on cards that have no such launches, and where a launch did not ask.
+// A parameter that points to what another kernel writes is never `const __restrict__`: that says it keeps its value as
+// long as this kernel lives, which began before the wait, and the compiler may load it before. Nor is one that is to be
+// read before the wait: it may as well load it behind.
+//
+// Built with -DJITTER, each warp stands still for a while at both, differently each time: what does not wait for what
+// it needs, or overwrites what is still being read, then shows as other bits.
+
+#ifdef JITTER
+__device__ __forceinline__ void jitter() {
+    u32 clock, nanoseconds;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
+    nanoseconds = (clock / 32 + threadIdx.x / WARP * 97 + blockIdx.x * 31 + blockIdx.y * 7) * 2654435769u >> 19;
+    asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds));  // up to 8 us
+}
+#else
+__device__ __forceinline__ void jitter() {}
+#endif
+
+// Returns once all kernels before have ended and what they wrote can be read.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+    jitter();
+}
+
+// The next kernel may start once every block has called this, or ended.
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+    jitter();
+}
+
 // ---------------------------------------------------------------- elements
 
 // Exact.

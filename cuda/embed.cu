@@ -7,22 +7,23 @@
 //   x            f32  [T, H]
 //   table        elem [V, H]
 //   token_ids    i32  [T]
-//   sequence     i32  [T]      which of the step's S sequences a row belongs to
 //   positions    i32  [T]      below max_seq_len
-//   slots        i32  [S]      no two rows write one place in the token table; rows that only pad read, and never write
-//   token_table  i32  [max_slots, max_seq_len]
+//   slots        i32  [T]      no two rows write one place in the token table; rows that only pad read, and never write
+//   token_table  i32  [slots and one that is nobody's, max_seq_len]
 //
 // Launch: grid T, block any multiple of 32; no shared memory. H is a multiple of 8.
 // Must equal: embed in tinyvllm_cli/backends/cpu/ops.py, with resolve_rows in rows.py and the write in backend.py.
 #include "common.cuh"
 
 extern "C" __global__ void embed(float* __restrict__ x, const elem* __restrict__ table,
-                                 const int* __restrict__ token_ids, const int* __restrict__ sequence,
-                                 const int* __restrict__ positions, const int* __restrict__ slots, int* token_table,
-                                 int T, int H, int V, int max_seq_len) {
+                                 const int* __restrict__ token_ids, const int* __restrict__ positions,
+                                 const int* __restrict__ slots, int* token_table, int T, int H, int V,
+                                 int max_seq_len) {
+    start_next_kernel();
+    wait_for_kernel_before();
     const int t = blockIdx.x;
     if (t >= T) return;
-    int* place = token_table + static_cast<i64>(slots[sequence[t]]) * max_seq_len + positions[t];
+    int* place = token_table + static_cast<i64>(slots[t]) * max_seq_len + positions[t];
     int token = token_ids[t];
     if (token == -1) {
         token = *place;

@@ -12,14 +12,16 @@
 // Must equal: rms_norm in tinyvllm_cli/backends/cpu/ops.py.
 #include "common.cuh"
 
-extern "C" __global__ void rms_norm(elem* __restrict__ y, const float* __restrict__ x, const float* __restrict__ weight,
+extern "C" __global__ void rms_norm(elem* __restrict__ y, const float* x, const float* weight,
                                     const int* __restrict__ rows, int N, int H, float eps) {
-    const int n = blockIdx.x;
+    start_next_kernel();
+    const int n = blockIdx.x, first = threadIdx.x * ELEMS_PER_16B, step = blockDim.x * ELEMS_PER_16B;
+    float v[ELEMS_PER_16B], w[ELEMS_PER_16B];
+    if (first < H) load8(w, weight + first);  // comes while the kernel before still runs
+    wait_for_kernel_before();
     if (n >= N) return;
     const float* source = x + static_cast<i64>(rows ? rows[n] : n) * H;
     elem* target = y + static_cast<i64>(n) * H;
-    const int first = threadIdx.x * ELEMS_PER_16B, step = blockDim.x * ELEMS_PER_16B;
-    float v[ELEMS_PER_16B], w[ELEMS_PER_16B];
 
     float squares = 0.0f;
     for (int i = first; i < H; i += step) {
@@ -32,7 +34,7 @@ extern "C" __global__ void rms_norm(elem* __restrict__ y, const float* __restric
 
     for (int i = first; i < H; i += step) {  // x once more, from the L1 cache
         load8(v, source + i);
-        load8(w, weight + i);
+        if (i > first) load8(w, weight + i);
 #pragma unroll
         for (int j = 0; j < ELEMS_PER_16B; j++) v[j] = __fmul_rn(__fmul_rn(v[j], scale), w[j]);
         store8(target + i, v);

@@ -1,8 +1,8 @@
 // Random words and Gumbel noise as a pure function of (seed, position, token id): no state, no order of calls.
 //
 // Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-// Must equal: philox4x32_10 and gumbel_from_words in tinyvllm_cli/backends/cpu/sample.py (the words bit for bit, the
-// noise within the error of logf and log1pf).
+// Must equal: philox4x32_10 in tinyvllm_cli/philox.py bit for bit, and gumbel_from_words in
+// tinyvllm_cli/backends/cpu/sample.py within the error of logf and log1pf.
 #pragma once
 #include "common.cuh"
 

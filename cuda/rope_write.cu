@@ -12,8 +12,8 @@
 //   q_norm, k_norm f32 [HEAD_DIM], or both null
 //   cos, sin      f32  [positions, HEAD_DIM / 2]
 //   positions     i32  [T]
-//   sequence      i32  [T]       row of block_tables
-//   block_tables  i32  [S, B]    each position of a row has a block of the pool
+//   slots         i32  [T]       row of block_tables
+//   block_tables  i32  [slots and one that is nobody's, B]    each position of a row has a block of the pool
 //
 // Launch: one warp a head of a row, so T * (Hq + 2 Hkv) warps in a grid of one dimension; block any multiple of 32; no
 // shared memory. HEAD_DIM is a multiple of 16, at most 256.
@@ -80,27 +80,31 @@ __device__ __forceinline__ void norm_head(Part& part, const float* weight, float
     });
 }
 
-__device__ __forceinline__ void rotate(Part& part, const float* cos, const float* sin) {
+// angle: cos and sin in the place of the two halves.
+__device__ __forceinline__ void rotate(Part& part, const Part& angle) {
     each_pair([&](int i, int d) {
-        const float2 a = part.a[i], b = part.b[i], c = load2(cos + d), s = load2(sin + d);
+        const float2 a = part.a[i], b = part.b[i], c = angle.a[i], s = angle.b[i];
         part.a[i] = turn(a, c, make_float2(-b.x, -b.y), s);
         part.b[i] = turn(b, c, a, s);
     });
 }
 
-extern "C" __global__ void rope_write(elem* __restrict__ q, elem* __restrict__ cache, const elem* __restrict__ qkv,
+extern "C" __global__ void rope_write(elem* __restrict__ q, elem* __restrict__ cache, const elem* qkv,
                                       const float* __restrict__ bias, const float* __restrict__ q_norm,
-                                      const float* __restrict__ k_norm, const float* __restrict__ cos,
-                                      const float* __restrict__ sin, const int* __restrict__ positions,
-                                      const int* __restrict__ sequence, const int* __restrict__ block_tables, int T,
-                                      int Hq, int Hkv, int B, int layer, int num_layers, float eps) {
+                                      const float* __restrict__ k_norm, const float* cos, const float* sin,
+                                      const int* positions, const int* __restrict__ slots, const int* block_tables,
+                                      int T, int Hq, int Hkv, int B, int layer, int num_layers, float eps) {
+    start_next_kernel();
     const int heads = Hq + 2 * Hkv, warp = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
     const int t = warp / heads, head = warp % heads;
-    if (t >= T) return;
+    if (t >= T) return wait_for_kernel_before();
     const bool is_q = head < Hq, is_v = head >= Hq + Hkv;
     const int position = positions[t];
 
-    Part part;
+    Part part, angle;
+    const float *c = cos + static_cast<i64>(position) * HALF, *s = sin + static_cast<i64>(position) * HALF;
+    each_pair([&](int i, int d) { angle.a[i] = load2(c + d), angle.b[i] = load2(s + d); });
+    wait_for_kernel_before();
     const elem* source = qkv + static_cast<i64>(warp) * HEAD_DIM;
     each_pair([&](int i, int d) { part.a[i] = load2(source + d), part.b[i] = load2(source + HALF + d); });
     if (bias) {
@@ -112,14 +116,14 @@ extern "C" __global__ void rope_write(elem* __restrict__ q, elem* __restrict__ c
     }
     if (!is_v) {
         if (q_norm) norm_head(part, is_q ? q_norm : k_norm, eps);
-        rotate(part, cos + static_cast<i64>(position) * HALF, sin + static_cast<i64>(position) * HALF);
+        rotate(part, angle);
     }
 
     elem* target;
     if (is_q) {
         target = q + (static_cast<i64>(t) * Hq + head) * HEAD_DIM;
     } else {
-        const i64 block = block_tables[static_cast<i64>(sequence[t]) * B + position / BLOCK_SIZE];
+        const i64 block = block_tables[static_cast<i64>(slots[t]) * B + position / BLOCK_SIZE];
         const int kv_head = (head - Hq) % Hkv;
         const i64 plane = ((block * num_layers + layer) * 2 + is_v) * Hkv + kv_head;
         target = cache + (plane * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM;

@@ -168,6 +168,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 float* all_logits, const Options* __restrict__ all_options, Edit* all_edits,
                 const int* __restrict__ sample_slots, const int* __restrict__ sample_positions, int V, int stride,
                 int num_ids, int max_seq_len) {
+    start_next_kernel();
+    wait_for_kernel_before();
     const int r = blockIdx.x, position = sample_positions[r];
     float* logits = all_logits + static_cast<i64>(r) * stride;
     const Options& options = all_options[r];

@@ -28,8 +28,10 @@ __device__ __forceinline__ void add8(float* v, const float* bias) {
     for (int j = 0; j < ELEMS_PER_16B; j++) v[j] = __fadd_rn(v[j], b[j]);
 }
 
-extern "C" __global__ void silu_mul(elem* __restrict__ h, const elem* __restrict__ gate_up,
-                                    const float* __restrict__ bias, int T, int I) {
+extern "C" __global__ void silu_mul(elem* __restrict__ h, const elem* gate_up, const float* __restrict__ bias, int T,
+                                    int I) {
+    start_next_kernel();
+    wait_for_kernel_before();
     const i64 group = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;  // of 8 columns of a row
     const int groups = I / ELEMS_PER_16B;                                       // of a row
     if (group >= static_cast<i64>(T) * groups) return;
@@ -48,6 +50,8 @@ extern "C" __global__ void silu_mul(elem* __restrict__ h, const elem* __restrict
 }
 
 extern "C" __global__ void add_bias(float* __restrict__ x, const float* __restrict__ bias, int T, int N) {
+    start_next_kernel();
+    wait_for_kernel_before();
     const i64 group = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int groups = N / ELEMS_PER_16B;
     if (group >= static_cast<i64>(T) * groups) return;

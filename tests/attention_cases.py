@@ -80,8 +80,8 @@ class Machine:
 def attend(machine: Machine, heads: Heads, parts: Sequence[tuple[Context, range]], seed: int = 0) -> list[Array]:
     """One step over these rows of these sequences: h elem[rows, query heads, head_dim] of each.
 
-    Blocks are dealt out at random; the rest of the pool, and what lies behind a sequence's last row, is NaN, as are
-    the output and the workspace.
+    Blocks and slots are dealt out at random; the rest of the pool, and what lies behind a sequence's last row, is
+    NaN, as are the output and the workspace.
     """
     rng = np.random.default_rng(seed)
     elem = NUMPY_DTYPE[heads.dtype]
@@ -89,21 +89,24 @@ def attend(machine: Machine, heads: Heads, parts: Sequence[tuple[Context, range]
     starts = np.cumsum([0, *(len(rows) for _, rows in parts)]).astype(np.int32)
     num_blocks = -(-lengths // 16)
     dealt = rng.permutation(np.arange(1, num_blocks.sum() + 3)).astype(np.int32)
-    tables = np.zeros((len(parts), num_blocks.max()), np.int32)
+    slots = rng.permutation(len(parts) + 2)[: len(parts)].astype(np.int32)
+    tables = np.zeros((len(parts) + 2, num_blocks.max()), np.int32)
     pool = np.full((len(dealt) + 1, NUM_LAYERS, 2, heads.kv, 16, heads.head_dim), np.nan, elem)
     for s, (of, rows) in enumerate(parts):
-        tables[s, : num_blocks[s]], dealt = dealt[: num_blocks[s]], dealt[num_blocks[s] :]
+        tables[slots[s], : num_blocks[s]], dealt = dealt[: num_blocks[s]], dealt[num_blocks[s] :]
         position = np.arange(rows.stop)
-        block = tables[s, position // 16]
+        block = tables[slots[s], position // 16]
         for which, values in enumerate((of.k, of.v)):
             pool[block, LAYER, which, :, position % 16] = values[: rows.stop]
     upload = SimpleNamespace(put=machine.put)
     num_rows, width = int(starts[-1]), tables.shape[1]
     out = machine.put(np.full((num_rows, heads.query * heads.head_dim), np.nan, elem))
     partials = machine.put(np.full((PLACES, heads.kv, 16, heads.head_dim + 2), np.nan, np.float32))
-    device = SimpleNamespace(launch=machine.launch, buffers=SimpleNamespace(attended=out, partials=partials))
+    tickets = machine.put(np.zeros((PLACES, heads.kv), np.int32))
+    buffers = SimpleNamespace(attended=out, partials=partials, tickets=tickets)
+    device = SimpleNamespace(launch=machine.launch, buffers=buffers)
     work = attention.plan_attention(
-        starts, lengths, group=heads.group, head_dim=heads.head_dim, places=PLACES, upload=upload
+        starts, lengths, slots, group=heads.group, head_dim=heads.head_dim, places=PLACES, upload=upload
     )
     rows = SimpleNamespace(
         attention=work,
@@ -116,6 +119,7 @@ def attend(machine: Machine, heads: Heads, parts: Sequence[tuple[Context, range]
     )
     q = machine.put(np.concatenate([of.q[rows.start : rows.stop] for of, rows in parts]))
     attention.attend(device, q, SimpleNamespace(blocks=machine.put(pool)), rows, layer=LAYER)
+    assert not machine.get(tickets).any(), "a launch leaves no ticket behind"
     h = machine.get(out).reshape(num_rows, heads.query, heads.head_dim)
     return np.split(h, starts[1:-1])
 
@@ -153,3 +157,20 @@ def check_same_bits(machine: Machine, heads: Heads, same: Callable[..., None], l
     for first in (first for first in (0, 60, 252, 508, 1020) if first + 8 < length):
         single = chunked(machine, heads, of, [*range(first, first + 8)], neighbours=1)
         same(f"attention decoding from {first}", single, whole[first : first + 7])
+
+
+# Last rows of tiles and partials and first ones of the next, with 1 to 4 tiles in the last partial.
+EDGES = [0, 1, 15, 16, 62, 63, 64, 127, 128, 191, 192, 255, 256, 257, 319, 320, 511, 512, 700]
+
+
+def check_few_rows(machine: Machine, heads: Heads, same: Callable[..., None]) -> None:
+    """Decoded, and as drafts of any number that fits: rows up to an edge have the bits that they have in a prompt."""
+    of = context(heads, EDGES[-1] + 17, seed=3)
+    prompts = [range(max(0, edge - 15), edge + 17) for edge in EDGES]
+    wanted = dict(zip(EDGES, attend(machine, heads, [(of, rows) for rows in prompts]), strict=True))
+    for count in range(1, 16 // heads.group + 1):
+        few = {edge: range(edge + 1 - count, edge + 1) for edge in EDGES if edge + 1 >= count}
+        found = attend(machine, heads, [(of, rows) for rows in few.values()], seed=count)
+        for (edge, rows), h in zip(few.items(), found, strict=True):
+            first = rows.start - max(0, edge - 15)
+            same(f"attention of {count} rows up to {edge}", h, wanted[edge][first : first + count])

@@ -20,7 +20,7 @@ OPS = [  # in the order in which they run
 
 def broken(name: str, spoil: Callable[..., Any], ops: Any) -> SimpleNamespace:
     """The ops with one of them replaced: spoil(op, *its arguments)."""
-    functions = {op: getattr(ops, op) for op in OPS}
+    functions = dict(vars(ops))
     whole = functions[name]
     functions[name] = lambda *args, **kwargs: spoil(whole, *args, **kwargs)
     return SimpleNamespace(**functions)

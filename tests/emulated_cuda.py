@@ -130,6 +130,15 @@ class Runtime:
         self._events[event] = None
         return event
 
+    def eventCreate(self) -> int:
+        return self.eventCreateWithFlags(0)
+
+    def eventElapsedTime(self, start: int, end: int) -> float:
+        """Milliseconds: one for each thing that was done between the two."""
+        (queue, before), (same, after) = self._events[start], self._events[end]
+        assert queue is same and queue.done >= after, "cudaErrorNotReady"
+        return float(after - before)
+
     def eventDestroy(self, event: int) -> None:
         self.check()
 

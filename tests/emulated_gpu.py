@@ -11,7 +11,7 @@ import ctypes
 import functools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -23,7 +23,6 @@ from cuda_emulator import EmulatedKernels
 from emulated_cuda import POISON, CUDARuntimeError, Runtime, Work
 
 from tinyvllm_cli.backends.gpu import backend, cublas, device, driver, memory, packages
-from tinyvllm_cli.config import DtypeName
 
 # ---------------------------------------------------------------- CuPy
 
@@ -139,13 +138,14 @@ class Blas:
 
     version = "13.1.0"
 
-    def __init__(self, stream: Stream, workspace: np.ndarray) -> None:
-        self._stream = stream
+    def __init__(self, stream: Stream, workspace: np.ndarray, kernels: Kernels) -> None:
+        self._stream, self._counts = stream, kernels.counts
 
     def product(self, out: np.ndarray, a: np.ndarray, weight: np.ndarray, rows: int, *, add: bool = False) -> None:
         arrays = (out, a, weight)
         run = partial(product, *(array.view(np.ndarray) for array in arrays), rows, add=add)
         self._stream.runtime.enqueue(self._stream.ptr, run, tuple(array.data.ptr for array in arrays))
+        self._counts["cublasLt"] += 1
 
     def close(self) -> None:
         """Nothing is held."""
@@ -155,14 +155,15 @@ class Blas:
 
 
 @contextmanager
-def emulated_gpu(total: int = 1 << 30) -> Iterator[Runtime]:
-    """A card of so many bytes in the place of CuPy, driver, packages, kernels and matrix library."""
-    runtime = Runtime(total)
+def emulated_gpu(
+    runtime: Runtime | None = None, make_kernels: Callable[..., Any] = Kernels, make_blas: Callable[..., Any] = Blas
+) -> Iterator[Runtime]:
+    """A card, of 1 GiB where none is given, in the place of CuPy, driver, packages, kernels and matrix library.
 
-    @functools.cache
-    def kernels(dtype: DtypeName, head_dim: int) -> Kernels:
-        return Kernels(dtype, head_dim)
-
+    make_kernels(dtype, head_dim), make_blas(stream, workspace, kernels).
+    """
+    runtime = Runtime(1 << 30) if runtime is None else runtime
+    kernels = functools.cache(make_kernels)
     with pytest.MonkeyPatch.context() as patch:
         for name, module in cupy_modules(runtime).items():
             patch.setitem(sys.modules, name, module)
@@ -174,5 +175,5 @@ def emulated_gpu(total: int = 1 << 30) -> Iterator[Runtime]:
         patch.setattr(memory, "WORKSPACE", memory.ALIGNMENT)
         patch.setattr(backend, "load_kernels", lambda capability, dtype, head_dim, cache: kernels(dtype, head_dim))
         patch.setattr(backend, "load_nvrtc", lambda: SimpleNamespace(version=(13, 0)))
-        patch.setattr(backend, "Blas", SimpleNamespace(create=Blas))
+        patch.setattr(backend, "Blas", SimpleNamespace(create=make_blas))
         yield runtime

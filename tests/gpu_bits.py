@@ -76,7 +76,7 @@ def open_gpu(checkpoint: Checkpoint, engine: EngineConfig, num_blocks: int) -> G
     from tinyvllm_cli.backends.gpu.loading import load_weights
 
     config = checkpoint.config
-    fill = partial(load_weights, config=config, tensors=checkpoint.tensors, dtype=engine.dtype)
+    fill = partial(load_weights, config=config, tensors=checkpoint.tensors)
     return GpuBackend(config, fill, engine, tokenizer_size=NUM_IDS, num_blocks=num_blocks, cache=cache_dir())
 
 

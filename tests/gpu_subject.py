@@ -43,7 +43,7 @@ def gpu_backend(
     config = checkpoint.config
     return GpuBackend(
         config,
-        partial(load_weights, config=config, tensors=checkpoint.tensors, dtype=dtype),
+        partial(load_weights, config=config, tensors=checkpoint.tensors),
         EngineConfig(dtype=dtype, **{"slots": 4, "max_batch_tokens": 64} | engine),
         tokenizer_size=NUM_IDS,
         num_blocks=num_blocks,

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from gpu_tools import Array, OpDevice, Output, assert_close, rounded
 
+from tinyvllm_cli.backends.gpu.timing import READ_BLOCK, READ_PART
+
 F64 = npt.NDArray[np.float64]
 
 EPS = 1e-3
@@ -44,16 +46,16 @@ def step_rows(rng: np.random.Generator, num_rows: int) -> SimpleNamespace:
         sizes.append(min(num_rows - sum(sizes), int(rng.choice([1, 1, 2, 17, 40]))))
     first = rng.integers(0, MAX_POSITION - 40, len(sizes))
     width = -(-MAX_POSITION // BLOCK)
-    blocks = 1 + rng.permutation(len(sizes) * width).reshape(-1, width)
     max_slots = len(sizes) + 3
+    blocks = 1 + rng.permutation(max_slots * width).reshape(-1, width)
+    slots = rng.permutation(max_slots)[: len(sizes)]
     return SimpleNamespace(
         num_rows=num_rows,
         num_sampled=min(num_rows, 5),
         width=width,
         num_blocks=blocks.size + 1,
-        sequence=np.repeat(np.arange(len(sizes)), sizes).astype(np.int32),
         positions=np.concatenate([np.arange(n) + p for n, p in zip(sizes, first, strict=True)]).astype(np.int32),
-        slots=rng.permutation(max_slots)[: len(sizes)].astype(np.int32),
+        slots=np.repeat(slots, sizes).astype(np.int32),
         block_tables=blocks.astype(np.int32),
         token_ids=rng.integers(0, NUM_IDS, num_rows).astype(np.int32),
         token_table=rng.integers(0, NUM_IDS, (max_slots, MAX_POSITION)).astype(np.int32),
@@ -137,7 +139,7 @@ def rope_write(device: OpDevice, num_rows: int, num_heads: int, num_kv_heads: in
     cache = device.poisoned((rows.num_blocks, NUM_LAYERS, 2, num_kv_heads, BLOCK, head_dim))
     given = on_device(device, rows)
     optional = (None if array is None else device.upload(array) for array in (more, q_norm, k_norm))
-    places = (given.positions, given.sequence, given.block_tables)
+    places = (given.positions, given.slots, given.block_tables)
     sizes = map(np.int32, (num_rows, num_heads, num_kv_heads, rows.width, LAYER, NUM_LAYERS))
     args = (q, cache, device.upload(qkv, device.dtype), *optional, device.upload(cos), device.upload(sin), *places)
     device.launch("rope_write", (-(-num_rows * heads // 4),), 128, (*args, *sizes, np.float32(EPS)))
@@ -175,7 +177,7 @@ def written_heads(
 def written_rows(cache: Output, rows: SimpleNamespace) -> tuple[Array, Array]:
     """K and V [T, Hkv, D] of the rows of a step; everything else in the pool must be as it was."""
     pool = cache.read().copy()
-    blocks, offsets = rows.block_tables[rows.sequence, rows.positions // BLOCK], rows.positions % BLOCK
+    blocks, offsets = rows.block_tables[rows.slots, rows.positions // BLOCK], rows.positions % BLOCK
     k, v = (pool[blocks, LAYER, which][np.arange(len(blocks)), :, offsets] for which in (0, 1))
     pool[blocks, LAYER, :, :, offsets] = np.nan
     others = np.argwhere(~np.isnan(pool))
@@ -212,3 +214,12 @@ def add_bias(device: OpDevice, num_rows: int, hidden: int) -> None:
     sizes = (np.int32(num_rows), np.int32(hidden))
     device.launch("add_bias", (-(-num_rows * hidden // 2048),), 256, (out, device.upload(bias), *sizes))
     assert_close("add_bias", finished(out, num_rows), x.astype(np.float64) + bias, dtype="float32")
+
+
+def sum_words(device: OpDevice, blocks: int) -> None:
+    """Every word once, and none behind them."""
+    rng = np.random.default_rng(blocks)
+    words, before = rng.integers(0, 2**32, blocks * READ_PART // 4, np.uint32), np.array([12345], np.uint32)
+    out = device.poisoned((1,), np.uint32, first=before)
+    device.launch("sum_words", (blocks,), READ_BLOCK, (device.upload(np.append(words, before)), out))
+    assert out.read() == before + words.sum(dtype=np.uint32)

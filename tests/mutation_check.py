@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "EOS ends no answer",
         "tinyvllm_cli/engine/engine.py",
-        "is_eos = token_id in self._eos_token_ids and not params.ignore_eos",
-        "is_eos = False",
+        "() if params.ignore_eos else self._eos_token_ids",
+        "()",
         ("tests/test_engine.py",),
     ),
     Mutation(

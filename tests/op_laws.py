@@ -39,7 +39,7 @@ def embed(device: OpDevice, ops: Any, num_rows: int, hidden: int) -> None:
     rng = np.random.default_rng([num_rows, hidden])
     rows, table = step_rows(rng, num_rows), elements(device, rng, NUM_IDS, hidden)
     wrong = np.array([-2, -(2**31), NUM_IDS, 2**31 - 1, -1], np.int32)  # -1: only in the table
-    place = (rows.slots[rows.sequence], rows.positions)
+    place = (rows.slots, rows.positions)
     some = np.arange(num_rows) % 4
     rows.token_ids[some == 1] = -1
     rows.token_ids[some == 2] = np.resize(wrong[:4], (some == 2).sum())
@@ -55,6 +55,19 @@ def embed(device: OpDevice, ops: Any, num_rows: int, hidden: int) -> None:
     assert_same_bits("embed", np.where(np.isnan(found), np.float32(np.nan), found), expected)
     rows.token_table[place] = tokens
     assert_same_bits("embed's token table", read(given.token_table), rows.token_table)
+
+
+def place_blocks(device: OpDevice, ops: Any, count: int) -> None:
+    """`count` changes in tables of which nothing else may change."""
+    rng = np.random.default_rng(count)
+    before = rng.integers(0, 99, (7, 61)).astype(np.int32)
+    places = rng.permutation(before.size)[:count]
+    changes = np.stack([places, rng.integers(100, 199, count)], axis=1).astype(np.int32)
+    tables = device.poisoned(before.shape, np.int32, first=before)
+    ops.place_blocks(device, SimpleNamespace(block_tables=tables.array, changes=device.upload(changes)))
+    expected = before.copy()
+    expected.reshape(-1)[changes[:, 0]] = changes[:, 1]
+    assert_same_bits("place_blocks", tables.read(), expected)
 
 
 def qkv_rope_write(

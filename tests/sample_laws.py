@@ -23,9 +23,13 @@ from tinyvllm_cli.types import F32, I32, SlotOptions
 PROBE = """
 #include "philox.cuh"
 extern "C" __global__ void philox(uint4* drawn, const uint4* counters, const uint2* keys) {
+    wait_for_kernel_before();
     drawn[threadIdx.x] = philox4x32_10(counters[threadIdx.x], keys[threadIdx.x]);
 }
-extern "C" __global__ void noise(float* drawn, const u32* words) { drawn[threadIdx.x] = gumbel(words[threadIdx.x]); }
+extern "C" __global__ void noise(float* drawn, const u32* words) {
+    wait_for_kernel_before();
+    drawn[threadIdx.x] = gumbel(words[threadIdx.x]);
+}
 """
 Launch = Callable[[str, int, tuple[Any, ...]], None]  # of the kernels of PROBE: name, threads, arguments
 

@@ -1,20 +1,28 @@
-"""The scripts of benchmarks/ that need no GPU: prompts that are the same every time, runs that are compared."""
+"""The scripts of benchmarks/: prompts that are the same every time, runs that are compared, what a step is made of."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from command import write_lines
-from fake_backend import FakeBackend, hashed, limits
 from lines import read
+from tiny import make_tiny_model
 
+from tinyvllm_cli.backends.timing import Rates
+from tinyvllm_cli.bench.limit import compute_limit
+from tinyvllm_cli.model.checkpoint import open_checkpoint
+from tinyvllm_cli.model.random_weights import random_config
 from tinyvllm_cli.types import Request
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -29,7 +37,8 @@ def script(name: str) -> ModuleType:
     return module
 
 
-make_prompts, compare_runs, gpu_engine = map(script, ("make_prompts", "compare_runs", "gpu_engine"))
+make_prompts, compare_runs = map(script, ("make_prompts", "compare_runs"))
+gpu_timeline, gpu_prefill = map(script, ("gpu_timeline", "gpu_prefill"))
 
 
 @pytest.fixture
@@ -140,18 +149,62 @@ def test_a_file_without_answers_is_no_success(run, tmp_path: Path, text: str, me
     assert "cannot be read" in code
 
 
-# ---------------------------------------------------------------- the engine of the GPU benchmarks
+# ---------------------------------------------------------------- where the time of a step goes
 
 
-def test_every_request_runs_to_its_last_token():
-    backend = FakeBackend(limits(max_in_flight=2), hashed())
-    asked = list(gpu_engine.requests([3, 20, 1, 7, 30], [5, 1, 9, 2, 20], vocab_size=50))
-    run = gpu_engine.answer(backend, asked)
-    assert (run.prompt_tokens, run.answer_tokens, run.steps) == (61, 37, len(backend.steps))
-    assert run.seconds > 0
+@pytest.mark.emulated
+def test_a_timeline_has_every_launch_with_its_time_and_its_work(tmp_path: Path, cuda: Any, monkeypatch: Any):
+    """On the emulated card everything that is done takes a millisecond."""
+    from gpu_subject import TINY, gpu_backend
+
+    from tinyvllm_cli.backends.gpu.timing import GpuTiming
+
+    monkeypatch.setattr(gpu_timeline, "BUSY_PRODUCTS", 3)
+    monkeypatch.setattr(gpu_timeline, "CONTEXT", 20)
+    monkeypatch.setattr(gpu_timeline, "PROMPT", 24)
+    model = make_tiny_model(tmp_path, **TINY)
+    with (
+        closing(open_checkpoint(model).tensors),
+        closing(gpu_backend(open_checkpoint(model), num_blocks=20)) as backend,
+    ):
+        timing, slots = GpuTiming(backend), np.arange(4, dtype=np.int32)
+        gpu_timeline.fill_context(backend, slots)
+        for rows_each, computed, attends in ((1, 20, "attend_decode"), (16, 0, "attend_prefill")):
+            batch = gpu_timeline.equal_rows(slots, rows_each, computed, 264)
+            before = Counter(backend.counts())
+            shares = gpu_timeline.time_kernels(backend, timing, batch)
+            launched = Counter(backend.counts()) - before
+            each = {name: share.launches for name, share in shares.items() if not name.startswith("product")}
+            rounds = 1 + gpu_timeline.STEPS
+            assert {name: rounds * count for name, count in each.items()} == {name: launched[name] for name in each}
+            assert attends in each and all(share.ms == pytest.approx(share.launches) for share in shares.values())
+            products = [share for name, share in shares.items() if name.startswith("product")]
+            assert sum(share.launches for share in products) == 4 * 2 + 1
+            layers = 2 * (64 * (4 + 2 * 2) * 64 + 4 * 64 * 64 + 3 * 64 * 128)
+            assert sum(share.work.flops for share in products) == 2 * 4 * (rows_each * layers + 320 * 64)
+            # Weights; rows read, of elements; rows written, of elements or, to add to x and for logits, of float32.
+            row = 2 * (64 + 256 + 64 + 128) + 2 * (512 + 256) + 2 * (4 + 4) * 64  # of a layer, bytes
+            moved = 2 * (layers + 320 * 64) + 4 * (2 * rows_each * row + 2 * 64 + 4 * 320)
+            assert sum(share.work.bytes for share in products) == moved
+            assert gpu_timeline.time_step(backend, timing, batch) > 0
+            table = list(gpu_timeline.lines("a step", shares, 1.0, Rates(1e12, 1e12)))
+            assert len(table) == len(shares) + 4 and len({line.count("|") for line in table}) == 1
+        timing.close()
 
 
-def test_a_request_that_fails_ends_the_benchmark():
-    asked = list(gpu_engine.requests([70], [5], vocab_size=50))
-    with pytest.raises(SystemExit, match="request 0 failed: prompt_token_ids: found 70 tokens"):
-        gpu_engine.answer(FakeBackend(limits(), hashed()), asked)
+def test_what_attention_reads_and_multiplies_is_that_of_its_rows():
+    """Three new rows behind five tokens: eight tokens of K and V, and 6 + 7 + 8 pairs, in one layer of one sequence."""
+    config = dataclasses.replace(random_config("llama-3.2-1b"), num_layers=1)
+    works = gpu_timeline.kernel_works(config, gpu_timeline.equal_rows(np.zeros(1, np.int32), 3, 5, 100))
+    assert works["attend_prefill"].flops == 4 * 21 * 32 * 64
+    assert works["attend_prefill"].bytes == 2 * (8 * 2 * 8 * 64 + 2 * 3 * 32 * 64)
+
+
+def test_prefill_is_counted_as_the_limit_counts_it():
+    """All but attention and one row of the head a prompt."""
+    config = random_config("llama-3.2-1b")
+    rates = Rates(1e12, 1e12)
+    limit = compute_limit(config, [(1024, 1)] * 16, elem_bytes=2, slots=16, rates=rates)
+    attention = 16 * 4 * 16 * 32 * 64 * (1024 * 1025 // 2)
+    head = 16 * 2 * 128_256 * 2048
+    assert gpu_prefill.product_flops(config, 16_384) == limit.flops - attention - head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,8 @@ class FakeLibraries:
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> int:
             self.calls.append(name)
-            return 13 if name == self.failing else (self._run(name, arguments) or 0)
+            plain = tuple(a.value if isinstance(a, ctypes.c_void_p | ctypes.c_size_t) else a for a in arguments)
+            return 13 if name == self.failing else (self._run(name, plain) or 0)
 
         return call
 
@@ -106,8 +108,19 @@ class FakeLibraries:
         multiply(*seen, beta)
 
 
-def make_blas(libraries: FakeLibraries) -> Blas:
-    return Blas(libraries, libraries, SimpleNamespace(ptr=1), HostArray(np.zeros(64, np.uint8)))
+class FakeKernels:
+    """Keeps what is launched."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.launched: list[tuple[str, int]] = []  # kernel, rows
+
+    def launch(self, name: str, grid: Any, block: int, args: Any, *, stream: Any, shared: int) -> None:
+        self.launched.append((name, args[3]))
+
+
+def make_blas(libraries: FakeLibraries, kernels: Any = None) -> Blas:
+    return Blas(libraries, libraries, SimpleNamespace(ptr=1), HostArray(np.zeros(64, np.uint8)), kernels)
 
 
 @pytest.mark.parametrize("split", [SPLITS, ()], ids=["cublasLt", "GemmEx"])
@@ -148,6 +161,41 @@ def test_a_shape_is_planned_once():
         blas.product(*other)
     blas.product(*operands(capacity=128), add=True)
     assert libraries.calls.count("cublasLtMatmulAlgoGetHeuristic") == 6
+
+
+def out_of(dtype: Any, capacity: int = 128) -> HostArray:
+    return HostArray(np.zeros((capacity, 16), dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "add"), [("elem", np.float16, False), ("f32", np.float32, False), ("add", np.float32, True)]
+)
+def test_few_rows_run_by_our_own_kernel_once_it_is_chosen(name: str, dtype: Any, add: bool):
+    libraries, kernels = FakeLibraries(), FakeKernels()
+    blas = make_blas(libraries, kernels)
+    _, a, weight, _ = operands(capacity=128)
+    product = {"out": out_of(dtype), "a": a, "weight": weight, "add": add}
+    blas.product(**product, rows=3)
+    blas.choose_skinny(True, **product, rows=4)
+    for rows in (2, 3, 4, 5, 16):  # 3 and 4 are padded to 4
+        assert blas.offers_skinny(**product, rows=rows)
+        blas.product(**product, rows=rows)
+    assert kernels.launched == [(f"skinny_{name}", 3), (f"skinny_{name}", 4)]
+    blas.choose_skinny(False, **product, rows=4)
+    blas.product(**product, rows=3)
+    assert len(kernels.launched) == 2
+    assert libraries.calls.count("cublasLtMatmul") == kernels.counts["cublasLt"] == 5
+
+
+def test_our_own_kernel_is_offered_where_there_is_one_and_bits_that_it_must_have():
+    _, a, weight, _ = operands(capacity=128)
+    product = {"a": a, "weight": weight}
+    blas = make_blas(FakeLibraries(), FakeKernels())
+    assert blas.offers_skinny(out_of(np.float16), **product, rows=16)
+    assert not blas.offers_skinny(out_of(np.float16), **product, rows=17)
+    assert not blas.offers_skinny(out_of(np.float16), **product, rows=16, add=True)
+    assert not make_blas(FakeLibraries()).offers_skinny(out_of(np.float16), **product, rows=16)
+    assert not make_blas(FakeLibraries(splits=()), FakeKernels()).offers_skinny(out_of(np.float16), **product, rows=16)
 
 
 def test_the_workspace_is_given_after_the_stream():

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from emulated_cuda import OUT_OF_MEMORY, Runtime
 
-from tinyvllm_cli.backends.gpu import cublas, driver, nvrtc
+from tinyvllm_cli.backends.gpu import cublas_api as cublas
+from tinyvllm_cli.backends.gpu import driver, nvrtc
 from tinyvllm_cli.backends.gpu.driver import Driver
 from tinyvllm_cli.backends.gpu.libraries import Signatures, open_library
 from tinyvllm_cli.backends.gpu.nvrtc import load_nvrtc
@@ -120,7 +121,7 @@ def test_the_result_of_the_heuristics_is_laid_out_as_declared():
         "int reserved[4]": ctypes.c_int * 4,
     }
     members = [" ".join(member.split()) for member in body[1].split(";") if member.strip()]
-    assert [kinds[member] for member in members] == [kind for _, kind in cublas._Heuristic._fields_]
+    assert [kinds[member] for member in members] == [kind for _, kind in cublas.Heuristic._fields_]
 
 
 def test_descriptions_of_a_product_can_be_made():

@@ -1,16 +1,19 @@
 """The attention kernels on the processor: against float64, and the same bits however a sequence is cut into steps."""
 
+from functools import partial
+
 import gpu_tools
 import numpy as np
 import pytest
-from attention_cases import Heads, Machine, check_close, check_same_bits
-from cuda_emulator import emulator
+from attention_cases import Heads, Machine, check_close, check_few_rows, check_same_bits
+from cuda_emulator import EmulatedKernels
 
 pytestmark = pytest.mark.emulated
 
 
 def machine(heads: Heads) -> Machine:
-    return Machine(emulator("attention.cu", heads.dtype, heads.head_dim).launch, np.ascontiguousarray, np.array)
+    launch = partial(EmulatedKernels(heads.dtype, heads.head_dim).launch, stream=None)
+    return Machine(launch, np.ascontiguousarray, np.array)
 
 
 @pytest.mark.parametrize(
@@ -33,3 +36,20 @@ def test_attention_is_that_of_float64(heads):
 @pytest.mark.parametrize("heads", [Heads(4, 1, 64), Heads(1, 1, 256)], ids=str)
 def test_a_row_has_the_same_bits_in_any_step(heads):
     check_same_bits(machine(heads), heads, gpu_tools.assert_same_bits, length=530)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        *(Heads(group, 1, 64) for group in (1, 2, 3, 5, 8, 16)),
+        Heads(4, 2, 80, "float16"),
+        Heads(7, 1, 96),
+        Heads(4, 1, 128, "float16"),
+        Heads(8, 2, 128),
+        Heads(4, 1, 256),
+        Heads(5, 1, 48),
+    ],
+    ids=str,
+)
+def test_few_rows_have_the_bits_of_a_prompt(heads):
+    check_few_rows(machine(heads), heads, gpu_tools.assert_same_bits)

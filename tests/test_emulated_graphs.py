@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,22 @@ def test_a_replayed_step_draws_what_an_enqueued_one_draws(
     plain = gpu_backend(checkpoint, num_blocks=60, slots=8)
     assert decode(plain, runs(count), 12) == found
     assert not plain._graphs._graphs
+    plain.close()
+
+
+def test_launches_in_graphs_are_counted_as_those_outside(
+    checkpoint: Checkpoint, backend: GpuBackend, monkeypatch: pytest.MonkeyPatch
+):
+    def counted(backend: GpuBackend) -> Counter[str]:
+        before = Counter(backend.counts())
+        decode(backend, runs(3), 12)
+        return Counter(backend.counts()) - before
+
+    found = counted(backend)
+    assert found.pop("graphs") > 6
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 0)
+    plain = gpu_backend(checkpoint, num_blocks=60, slots=8)
+    assert counted(plain) == found
     plain.close()
 
 
@@ -132,11 +149,12 @@ def test_no_sequence_depends_on_the_bits_of_rows_that_only_pad(backend: GpuBacke
 
 
 def test_rows_that_only_pad_leave_nothing_behind(backend: GpuBackend):
-    """Three rows run as four: the table has the three tokens, and one more slot is as it was."""
+    """Three rows run as four: the table has the three tokens, and other slots are as they were."""
     backend.bind(7, prompt(20, seed=9), GREEDY)
     decode(backend, runs(3), 4)
     backend._device.stream.synchronize()
     table = backend._slots.token_table
+    assert set(backend._slots.tables.device[8].tolist()) == {0}, "nobody's, the null block"
     assert table[7, :20].tolist() == prompt(20, seed=9)
     assert (table[7, 20:].tolist(), table[5].tolist()) == ([-1] * (640 - 20), [-1] * 640)
 

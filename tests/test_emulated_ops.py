@@ -62,6 +62,11 @@ def test_embed(num_rows: int, hidden: int, device: OpDevice):
     op_laws.embed(device, ops, num_rows, hidden)
 
 
+@pytest.mark.parametrize("count", [1, 256, 300])
+def test_place_blocks(count: int, device: OpDevice):
+    op_laws.place_blocks(device, ops, count)
+
+
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "bias-and-head-norms"])
 def test_qkv_rope_write(extras: bool, device: OpDevice):
     op_laws.qkv_rope_write(device, ops, 21, 6, 2, extras=extras)

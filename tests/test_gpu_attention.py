@@ -3,7 +3,7 @@
 import gpu_tools
 import numpy as np
 import pytest
-from attention_cases import Heads, Machine, check_close, check_same_bits
+from attention_cases import Heads, Machine, check_close, check_few_rows, check_same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -33,3 +33,13 @@ def test_attention_is_that_of_float64(query, kv, head_dim, dtype):
 @pytest.mark.parametrize("heads", [Heads(8, 2, 64), Heads(9, 3, 64, "float16"), Heads(2, 1, 128), Heads(2, 2, 256)])
 def test_a_row_has_the_same_bits_in_any_step(heads):
     check_same_bits(machine(heads), heads, gpu_tools.assert_same_bits, length=1050)
+
+
+@pytest.mark.parametrize("dtype", gpu_tools.DTYPES)
+@pytest.mark.parametrize(
+    ("query", "kv", "head_dim"),
+    [(1, 1, 64), (16, 1, 64), (32, 8, 64), (9, 3, 64), (8, 2, 80), (7, 1, 96), (32, 8, 128), (8, 4, 256), (5, 1, 48)],
+)
+def test_few_rows_have_the_bits_of_a_prompt(query, kv, head_dim, dtype):
+    heads = Heads(query, kv, head_dim, dtype)
+    check_few_rows(machine(heads), heads, gpu_tools.assert_same_bits)

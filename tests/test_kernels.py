@@ -9,16 +9,17 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tinyvllm_cli.backends.gpu import kernels, libraries
+from tinyvllm_cli.backends.gpu.driver import Driver
 from tinyvllm_cli.backends.gpu.kernels import (
     KERNELS,
     Kernels,
     build,
     compile_options,
     kernel_sources,
+    load_kernels,
     read_binary,
     target_arch,
     write_binary,
@@ -182,15 +183,12 @@ def test_a_library_that_is_not_installed():
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Everything that CuPy is asked for, in order; kernels have 1,000 bytes of static shared memory."""
+    """Everything that the driver is asked for, in order; kernels have 1,000 bytes of static shared memory."""
     calls: list[tuple[Any, ...]] = []
 
     class Function:
         def __init__(self, name: str) -> None:
             self.ptr = name
-
-        def __call__(self, *arguments: Any, **options: Any) -> None:
-            calls.append((self.ptr, *arguments, options))
 
     class Module:
         def load(self, binary: bytes) -> None:
@@ -217,25 +215,75 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         module = ModuleType(name)
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(kernels, "open_launch", lambda: "call")
+    monkeypatch.setattr(kernels, "Launch", lambda *made, **options: lambda *given: calls.append((made, options, given)))
     return calls
 
 
-def loaded(binary: bytes = b"good") -> Kernels:
-    return Kernels(dict.fromkeys(FILES, binary), {})
+STREAM = SimpleNamespace(ptr=11)
 
 
-def test_a_launch_hands_over_what_it_is_given(launches: list[tuple[Any, ...]]):
-    array, count = object(), np.int32(3)
-    loaded().launch("embed", (2, 5), 128, (array, None, count), stream="s", shared=64)
-    ((name, grid, block, args, options),) = launches
-    assert (name, grid, block, options) == ("embed", (2, 5), (128,), {"shared_mem": 64, "stream": "s"})
-    assert args[0] is array and args[2] is count
-    assert args[1] == 0 and args[1].itemsize == 8  # a null pointer, as an argument that is there
+def loaded(binary: bytes = b"good", *, programmatic: bool = True) -> Kernels:
+    return Kernels(dict.fromkeys(FILES, binary), kernel_sources(), {}, programmatic=programmatic)
+
+
+@pytest.mark.parametrize("programmatic", [True, False])
+def test_a_launch_hands_over_what_it_is_given(launches: list[tuple[Any, ...]], programmatic: bool):
+    some, args = loaded(programmatic=programmatic), (object(), None, 3)
+    some.launch("add_bias", (2, 5), 128, args, stream=STREAM, shared=64)
+    made = ("call", "add_bias", "add_bias", "PPii")
+    assert launches == [(made, {"programmatic": programmatic}, ((2, 5), 128, args, 11, 64))]
+
+
+@pytest.mark.usefixtures("launches")
+def test_launches_are_counted_by_name():
+    some = loaded()
+    for name, grid in (("embed", (2,)), ("rms_norm", (1, 3)), ("embed", (1,)), ("embed", (0,))):
+        some.launch(name, grid, 128, (), stream=STREAM)
+    assert some.counts == {"embed": 2, "rms_norm": 1}
+
+
+def test_more_shared_memory_than_the_card_has_is_an_error_of_that_kernel(
+    launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    """Not of CUDA, after which nothing could be trusted: tuning leaves such a candidate out."""
+    some = loaded()
+
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+
+    monkeypatch.setattr(sys.modules["cupy_backends.cuda.api"].driver, "funcSetAttribute", refuse)
+    with pytest.raises(DeviceError, match="embed: 101000 bytes of shared memory"):
+        some.launch("embed", (1,), 128, (), stream=STREAM, shared=100_000)
+    assert not launches and not some.counts
+
+
+@pytest.mark.parametrize(
+    ("capability", "programmatic"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 3), True)]
+)
+@pytest.mark.usefixtures("launches")
+def test_kernels_start_early_where_they_were_compiled_to_wait(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], programmatic: bool
+):
+    """A compiler older than the card makes code for an older one, which knows nothing of waiting; the graphs of an
+    older driver know nothing of such launches.
+    """
+    known = [80, 86, 89, 90, 100]
+    monkeypatch.setattr(kernels, "find_driver", lambda: Driver((12, 3), 1))
+    monkeypatch.setattr(kernels, "load_nvrtc", lambda: SimpleNamespace(supported_archs=lambda: known))
+    monkeypatch.setattr(kernels, "build", lambda *given: (dict.fromkeys(FILES, b"good"), {}))
+    monkeypatch.setattr(kernels, "Kernels", lambda *made, **options: options["programmatic"])
+    assert load_kernels(capability, "bfloat16", 64, None) is programmatic
+    monkeypatch.setattr(kernels, "find_driver", lambda: Driver((12, 2), 1))
+    assert load_kernels(capability, "bfloat16", 64, None) is False
+    monkeypatch.setattr(kernels, "find_driver", lambda: Driver((12, 3), 1))
+    known[:] = [80, 86, 89]
+    assert load_kernels(capability, "bfloat16", 64, None) is False
 
 
 @pytest.mark.parametrize("grid", [(0,), (3, 0), (0, 2, 2)])
 def test_an_empty_grid_launches_nothing(launches: list[tuple[Any, ...]], grid: tuple[int, ...]):
-    loaded().launch("embed", grid, 128, (), stream=None)
+    loaded().launch("embed", grid, 128, (), stream=STREAM)
     assert launches == []
 
 
@@ -243,8 +291,8 @@ def test_shared_memory_is_asked_for_once_where_it_exceeds_48_kb(launches: list[t
     some = loaded()
     fits, too_much = (48 << 10) - 1000, (48 << 10) - 999
     for shared in (fits, too_much, too_much, 90_000, fits, 90_000):
-        some.launch("attend_decode", (1,), 32, (), stream=None, shared=shared)
-    some.launch("attend_prefill", (1,), 32, (), stream=None, shared=too_much)
+        some.launch("attend_decode", (1,), 32, (), stream=STREAM, shared=shared)
+    some.launch("attend_prefill", (1,), 32, (), stream=STREAM, shared=too_much)
     asked = [(call[0], call[2]) for call in launches if call[1] == "dynamic"]
     assert asked == [("attend_decode", too_much), ("attend_decode", 90_000), ("attend_prefill", too_much)]
 

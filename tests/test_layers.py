@@ -10,23 +10,41 @@ from tinyvllm_cli.backends.gpu import ops as gpu_ops
 
 PACKAGE = Path(__file__).parent.parent / "tinyvllm_cli"
 WORDS = {"types", "errors", "config", "__init__"}  # what everybody may use
-NEUTRAL = {"backends.base", "backends.machine", "backends.pool", "backends.row_layout"}  # of the device
+NEUTRAL = {  # of the device
+    *("backends.base", "backends.machine", "backends.pool", "backends.row_layout", "backends.timing", "philox")
+}
 ALLOWED = {
     "types": {"errors"},
     "config": {"errors"},
     "errors": set(),
     "engine": {"text", "backends.base"},  # no model, no device
     "text": {"model"},  # a tokenizer may stand in a GGUF file
-    "model": set(),
+    "model": {"philox"},
+    "philox": set(),
     "backends.base": set(),
     "backends.choose": {"model", "backends.cpu", "backends.gpu", *NEUTRAL},
     "backends.machine": set(),
     "backends.pool": set(),
     "backends.row_layout": set(),
+    "backends.timing": {"backends.base", "backends.cpu", "backends.gpu", "backends.machine"},
     "backends.cpu": {"model", *NEUTRAL},
     # The NumPy ops are what the GPU's are compared with, in parity.py; nothing of them runs in a step.
     "backends.gpu": {"model", "backends.cpu", *NEUTRAL},
     "io": {"text", "engine"},  # no backend
+    "bench": {
+        *(
+            "backends.base",
+            "backends.choose",
+            "backends.timing",
+            "engine",
+            "io",
+            "job",
+            "load",
+            "model",
+            "random_folder",
+        ),
+        *("run_facts", "text"),
+    },
 }
 
 

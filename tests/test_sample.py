@@ -13,12 +13,12 @@ from tinyvllm_cli.backends.cpu.sample import (
     gumbel,
     gumbel_from_words,
     logprob,
-    philox4x32_10,
     sample,
     sample_row,
     sample_rows,
 )
 from tinyvllm_cli.backends.cpu.slots import Slots
+from tinyvllm_cli.philox import philox4x32_10
 from tinyvllm_cli.types import SlotOptions
 
 pytestmark = pytest.mark.filterwarnings("error")  # an overflow or a NaN on the way is a fault

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinyvllm_cli.backends.gpu import skinny
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
 from tinyvllm_cli.backends.gpu.tuning import MAX_ROWS, tune
 from tinyvllm_cli.errors import DeviceError
@@ -30,9 +31,9 @@ def host(shape: tuple[int, ...], dtype: Any = np.float16) -> HostArray:
     return np.full(shape, np.nan, dtype).view(HostArray)
 
 
-def summed(a: Any, weight: Any, parts: int) -> Any:
-    """a @ weight.T in float32, term by term: in order, or so many parts of K apart, as split K would."""
-    sums = [np.float32(0)] * parts
+def summed(a: Any, weight: Any, parts: int, start: Any = 0) -> Any:
+    """start + a @ weight.T in float32, term by term: in order, or so many parts of K apart, as split K would."""
+    sums = [np.float32(start), *[np.float32(0)] * (parts - 1)]
     each = a.shape[1] // parts
     for k in range(each):
         for part in range(parts):
@@ -42,14 +43,28 @@ def summed(a: Any, weight: Any, parts: int) -> Any:
 
 
 class Library:
-    """times[i]: milliseconds of algorithm i; other_bits: algorithms that sum otherwise; broken: those that fail."""
+    """times[i]: milliseconds of algorithm i; other_bits: algorithms that sum otherwise; broken: those that fail.
+
+    skinny: milliseconds of our own kernel for few rows, None where there is none; skinny_sums: "in order", "split", or
+    "on" from what it is to add to, which the others add at the end.
+    """
 
     version = "1.2.3"
 
-    def __init__(self, times: list[float], other_bits: tuple[int, ...] = (), broken: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        times: list[float],
+        other_bits: tuple[int, ...] = (),
+        broken: tuple[int, ...] = (),
+        skinny: float | None = None,
+        skinny_sums: str = "in order",
+    ) -> None:
         self.times, self.other_bits, self.broken = times, other_bits, broken
+        self.skinny, self.skinny_sums = skinny, skinny_sums
         self.chosen: dict[tuple[Any, ...], int] = {}
+        self.skinny_chosen: dict[tuple[Any, ...], bool] = {}
         self.products, self.clock, self.started = 0, 0.0, 0.0
+        self.captured: list[float] | None = None  # milliseconds of what is being captured
 
     def num_algorithms(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> int:
         assert min(len(out), len(a)) >= rows == padded_rows(rows, add=add)
@@ -58,13 +73,49 @@ class Library:
     def choose(self, index: int, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
         self.chosen[weight.shape, rows, add] = index
 
+    def offers_skinny(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> bool:
+        assert rows == padded_rows(rows) <= 16
+        return self.skinny is not None and bool(self.times)
+
+    def choose_skinny(self, chosen: bool, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
+        self.skinny_chosen[weight.shape, rows, add] = chosen
+
     def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
-        index = self.chosen[weight.shape, rows, add]
-        if index in self.broken:
-            raise DeviceError("no room")
+        """Past its rows an algorithm of cublasLt's leaves anything."""
+        padded, sums_on = padded_rows(rows, add=add), False
+        if self.skinny_chosen.get((weight.shape, rows, add), False):
+            took, splits, sums_on, padded = self.skinny, self.skinny_sums == "split", self.skinny_sums == "on", rows
+        else:
+            index = self.chosen[weight.shape, padded, add]
+            if index in self.broken:
+                raise DeviceError("no room")
+            took, splits = self.times[index], index in self.other_bits
         self.products += 1
-        self.clock += self.times[index]
-        out[:rows, : len(weight)] = summed(a[:rows], weight, parts=2 if index in self.other_bits else 1)
+        if self.captured is not None:
+            self.captured.append(took)
+            return
+        self.clock += 1  # launched one by one, the host decides
+        target, parts = out[:rows, : len(weight)], 2 if splits else 1
+        before = np.array(target) if add else np.zeros_like(target)
+        target[:] = summed(a[:rows], weight, parts, before) if sums_on else before + summed(a[:rows], weight, parts)
+        out[rows:padded] = np.nan
+
+    # what is used of a stream and of a graph
+    ptr = 1
+
+    def synchronize(self) -> None:
+        """Everything is done at once."""
+
+    def begin_capture(self) -> None:
+        assert self.captured is None
+        self.captured = []
+
+    def end_capture(self) -> Any:
+        took, self.captured = self.captured, None
+        return SimpleNamespace(launch=lambda stream: self.pass_time(sum(took)))
+
+    def pass_time(self, milliseconds: float) -> None:
+        self.clock += milliseconds
 
     # what is used of cupy.cuda.runtime
     memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3
@@ -108,7 +159,7 @@ def tuned(library: Library, cache: Path | None, max_rows: int = 20, card: str = 
     device = SimpleNamespace(
         blas=library,
         card=SimpleNamespace(name=card, cuda=library),
-        stream=SimpleNamespace(ptr=1, synchronize=lambda: None),
+        stream=library,
         buffers=SimpleNamespace(**arrays, **outs, logits=logits),
     )
     tune(device, SimpleNamespace(layers=[layer] * 3, head=layer.head), max_rows, cache)
@@ -120,6 +171,36 @@ def test_the_quickest_with_the_bits_of_the_first_is_chosen():
     assert set(library.chosen.values()) == {2}
     assert {rows for shape, rows, add in library.chosen if not add} == {1, 2, 4, 8, 16, 32}
     assert {rows for shape, rows, add in library.chosen if add} == {128}
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "sums", "plain", "adding"),
+    [
+        (0.5, "in order", True, True),
+        (2.0, "in order", False, False),
+        (0.5, "split", False, False),
+        (0.5, "on", True, False),  # which only shows where there is something to add to
+    ],
+)
+def test_our_own_kernel_runs_few_rows_where_it_is_quicker_and_has_the_bits(
+    milliseconds: float, sums: str, plain: bool, adding: bool
+):
+    library = tuned(Library([5.0, 1.0], skinny=milliseconds, skinny_sums=sums), None)
+    assert library.skinny_chosen == {
+        (shape, rows, add): adding if add else plain
+        for name, shape in SHAPES.items()
+        for rows in (1, 2, 4, 8, 16)
+        for add in [name in ("o", "down")]
+    }
+    assert set(library.chosen.values()) == {1}
+
+
+def test_other_kernels_are_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first = tuned(Library([1.0], skinny=0.5), tmp_path)
+    again = tuned(Library([1.0], skinny=2.0), tmp_path)
+    assert again.products == 0 and again.skinny_chosen == first.skinny_chosen
+    monkeypatch.setattr(skinny, "digest", lambda: "another")
+    assert set(tuned(Library([1.0], skinny=2.0), tmp_path).skinny_chosen.values()) == {False}
 
 
 def test_only_what_decodes_is_timed():
@@ -178,4 +259,5 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path):
 
 
 def test_a_product_without_algorithms_is_left_alone():
-    assert tuned(Library([]), None).chosen == {}
+    library = tuned(Library([], skinny=1.0), None)
+    assert library.chosen == library.skinny_chosen == {}

@@ -39,13 +39,18 @@ def run_facts(
             "lines": None if scan is None else scan.lines,
         },
         "options": {name: {"value": value, "from": origins.get(name, "default")} for name, value in options.items()},
-        "machine": {
-            "platform": platform.platform(),
-            "processor": platform.machine(),
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-            "libraries": {name: _version(name) for name in LIBRARIES},
-        },
+        "machine": machine_facts(),
+    }
+
+
+def machine_facts() -> dict[str, Any]:
+    """The machine, and the versions on it."""
+    return {
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "libraries": {name: _version(name) for name in LIBRARIES},
     }
 
 

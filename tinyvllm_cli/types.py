@@ -1,4 +1,4 @@
-"""Every type that crosses a module border, in the field's own words. All are frozen except Sequence."""
+"""Every type that crosses a module border, in the field's own words. All are frozen except Sequence and Delta."""
 
 from __future__ import annotations
 
@@ -127,9 +127,12 @@ class Completion:
     metadata_json: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """New tokens of an unfinished request, with the text that is certain to stay."""
+    """New tokens of an unfinished request, with the text that is certain to stay.
+
+    Not frozen, which would take three times as long to make: a step makes one for each of its sequences.
+    """
 
     request_id: int
     index: int  # of the choice

@@ -57,6 +57,11 @@ class Backend(Protocol):
         """Raw logits f32[R, V] of a step, which also writes K, V and tokens. For parity tests."""
         ...
 
+    def counts(self) -> dict[str, int]:
+        """Kernels launched so far by name, each as often as it ran; "graphs": how many graphs. Empty where there are
+        no kernels."""
+        ...
+
     def close(self) -> None:
         """Give the memory back. Further calls are errors."""
         ...

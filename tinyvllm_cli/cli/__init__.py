@@ -26,6 +26,7 @@ except KeyboardInterrupt:  # ^C before main() can see to it
 COMMANDS = {
     "run": "Answer every line of a file, one JSON line each.",
     "models": "List, download and inspect models.",
+    "bench": "Measure this machine, beside its computed limit.",
     "doctor": "Check this machine, and a known answer.",
 }
 

@@ -13,6 +13,7 @@ from tinyvllm_cli.config import DEFAULT_MODEL, GPU_MEMORY, AskedDtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+RANDOM_WEIGHTS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "smollm2-135m")  # the names of model/presets.py
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
 # So few digits that no size is too large for a float; [0-9] because \d takes those of every script.
 AMOUNT = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,15}})?)({'|'.join(UNITS)})?")
@@ -161,6 +162,33 @@ output_options = _group(
 work_options = _group(
     "Work",
     _option("--limit", type=click.IntRange(min=0), metavar="N", help="Only the first N requests."),
+)
+
+bench_options = _group(
+    "Workload",
+    _option(
+        "--workload",
+        metavar="NAME|FILE",
+        default="latency",
+        show_default=True,
+        help="latency (one request), mixed (256), short (2,000) or prefix (512 behind one prefix), of random token ids "
+        "and EOS ignored; or a .jsonl or .txt file as `tinyvllm run` takes it.",
+    ),
+    _option(
+        "--trials", type=click.IntRange(1, 1000), default=3, metavar="N", show_default=True, help="Runs that count."
+    ),
+    _option(
+        "--random-weights",
+        type=click.Choice(RANDOM_WEIGHTS),
+        help="In the place of --model: the shape of this model, with random weights made where they are used.",
+    ),
+    _option("--write", metavar="FOLDER", help="Write the random weights as a model folder, which is then timed too."),
+)
+
+result_options = _group(
+    "Output",
+    _option("--json", metavar="FILE", help="Everything that was measured, each trial, and on what."),
+    _option("--trace", metavar="FILE", help="Steps, slots and queue of the middle trial, for ui.perfetto.dev."),
 )
 
 machine_options = _group(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
 from tinyvllm_cli.engine.blocks import BlockAllocator
-from tinyvllm_cli.types import Batch, Limits, Sequence
+from tinyvllm_cli.types import I32, Batch, Limits, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,20 @@ class Batcher:
 
     Steps may be planned before the tokens of earlier ones are read: a sequence's `num_computed` and `num_sampled` say
     how things stand once all planned steps have run, its `token_ids` hold what was read back.
+
+    A running sequence is first behind, with known tokens to compute; then it decodes, one token behind; then, its last
+    token drawn, it waits for what is in flight. Whoever came before is never further back. What a step needs of those
+    that decode is kept in arrays, so that it costs little Python for each.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.blocks = BlockAllocator(limits.num_blocks)
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in the order of admission
+        self.running: list[Sequence] = []  # in the order of admission, as the two that follow
+        self._behind: list[Sequence] = []
+        self._decoding: list[Sequence] = []
+        self._decode_rows: I32 = np.empty((3, 0), np.int32)  # of _decoding: slot, num_computed, tokens left to draw
         self._free_slots = list(range(limits.max_slots))[::-1]  # a stack, lowest on top
         # The block table of every slot, kept as an array so that a step gathers rows instead of converting lists.
         self._tables = np.zeros((limits.max_slots, _ceil_div(limits.max_seq_len, limits.block_size)), np.int32)
@@ -57,11 +66,13 @@ class Batcher:
     def plan(self) -> Plan | None:
         """Give free slots to the queue and lay out the next step; None when nothing can run before more is landed."""
         admitted = self._admit()
-        rows = self._schedule()
-        if not rows:
+        count = min(len(self._decoding), self.limits.max_batch_tokens)
+        chunks = self._chunks(self.limits.max_batch_tokens - count)
+        if not (count or chunks):
             assert not admitted
             return None
-        batch, sampled = self._batch(rows)
+        batch, sampled = self._batch(count, chunks)
+        self._regroup(count, chunks)
         return Plan(admitted, batch, sampled)
 
     def land(self, sequence: Sequence, token_id: int) -> None:
@@ -79,6 +90,12 @@ class Batcher:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
+        if sequence in self._behind:
+            self._behind.remove(sequence)
+        elif _left(sequence):
+            place = self._decoding.index(sequence)
+            del self._decoding[place]
+            self._decode_rows = np.delete(self._decode_rows, place, axis=1)
         self._free_slots.append(sequence.slot)
         self.blocks.free(sequence.block_table)
         sequence.slot = None
@@ -104,6 +121,9 @@ class Batcher:
             assert table[: len(sequence.block_table)].tolist() == sequence.block_table, sequence
             assert not table[len(sequence.block_table) :].any(), sequence
         assert len({*self.waiting, *self.running}) == len(self.waiting) + len(self.running)
+        assert self._decoding + self._behind == [sequence for sequence in self.running if _left(sequence)]
+        assert all(map(_decodes, self._decoding)) and not any(map(_decodes, self._behind))
+        assert self._decode_rows.T.tolist() == [[*_decode_row(sequence)] for sequence in self._decoding]
 
     def _admit(self) -> list[Sequence]:
         """Slots and blocks for the head of the queue, as long as there are both."""
@@ -119,65 +139,110 @@ class Batcher:
             self._tables[slot] = 0
             self._tables[slot, : len(blocks)] = blocks
             self.running.append(sequence)
+            self._behind.append(sequence)
             admitted.append(sequence)
         return admitted
 
-    def _schedule(self) -> list[tuple[Sequence, int]]:
-        """Who computes how many tokens: decoding sequences one each, then prompts by what is left of the budget.
+    def _chunks(self, budget: int) -> list[tuple[Sequence, int]]:
+        """How many tokens those that are behind compute, by what decoding leaves of the budget.
 
         What counts is how many tokens a sequence is behind those that it has; whose they are, the prompt's or drawn
         ones, is no difference.
         """
-        budget = self.limits.max_batch_tokens
-        # A sequence whose last token is drawn in a step in flight has nothing more to compute: lengths are known ahead.
-        unfinished = [s for s in self.running if s.num_known < s.max_len]
-        rows = [(sequence, 1) for sequence in unfinished if _decodes(sequence)][:budget]
-        budget -= len(rows)
-        for sequence in unfinished:
+        chunks: list[tuple[Sequence, int]] = []
+        for sequence in self._behind:
             chunk = min(sequence.num_known - sequence.num_computed, budget)
-            if chunk and not _decodes(sequence):
-                rows.append((sequence, chunk))
-                budget -= chunk
-        return rows
+            if not chunk:
+                break
+            chunks.append((sequence, chunk))
+            budget -= chunk
+        return chunks
 
-    def _batch(self, rows: list[tuple[Sequence, int]]) -> tuple[Batch, list[Sequence]]:
-        """The step's arrays; counts its tokens as computed and sampled."""
-        starts = [0]
-        slots: list[int] = []
-        num_computed: list[int] = []
-        token_ids: list[int] = []
-        logits_indices: list[int] = []
-        sampled: list[Sequence] = []
-        widest = 0  # tokens
-        for sequence, chunk in rows:
-            begin, end = sequence.num_computed, sequence.num_computed + chunk
-            assert sequence.slot is not None
-            slots.append(sequence.slot)
-            num_computed.append(begin)
-            read_back = sequence.token_ids[begin:end]
-            token_ids += read_back + [-1] * (chunk - len(read_back))  # -1: as the token table has it
-            starts.append(starts[-1] + chunk)
-            widest = max(widest, end)
-            sequence.num_computed = end
-            if end == sequence.num_known:  # not a chunk without the last row
-                logits_indices.append(starts[-1] - 1)
-                sampled.append(sequence)
-                sequence.num_sampled += 1
-        slot_ids = np.array(slots, np.int32)
+    def _batch(self, count: int, chunks: list[tuple[Sequence, int]]) -> tuple[Batch, list[Sequence]]:
+        """The arrays of a step of the first `count` that decode and then of chunks; counts its tokens as computed and
+        sampled."""
+        decoding = self._decoding[:count]
+        begins = [sequence.num_computed for sequence, _ in chunks]
+        token_ids = _decode_tokens(decoding)
+        for sequence, chunk in chunks:
+            token_ids += _chunk_tokens(sequence, chunk)
+        drawing = [i for i, (sequence, _) in enumerate(chunks) if sequence.num_computed == sequence.num_known]
+        sampled = decoding + [chunks[i][0] for i in drawing]
+        for sequence in sampled:
+            sequence.num_sampled += 1
+
+        slots = _joined(self._decode_rows[0, :count], [_slot(sequence) for sequence, _ in chunks])
+        num_computed = _joined(self._decode_rows[1, :count], begins)
+        every = np.arange(count + 1, dtype=np.int32)
+        starts = _joined(every, np.cumsum([chunk for _, chunk in chunks]) + count)
+        widest = int((num_computed + starts[1:] - starts[:-1]).max())  # tokens
         batch = Batch(
-            query_start_loc=np.array(starts, np.int32),
-            slots=slot_ids,
-            block_tables=self._tables[slot_ids, : _ceil_div(widest, self.limits.block_size)],
-            num_computed=np.array(num_computed, np.int32),
+            query_start_loc=starts,
+            slots=slots,
+            block_tables=self._tables[slots, : _ceil_div(widest, self.limits.block_size)],
+            num_computed=num_computed,
             token_ids=np.array(token_ids, np.int32),
-            logits_indices=np.array(logits_indices, np.int32),
-            sample_slots=np.array([sequence.slot for sequence in sampled], np.int32),
+            logits_indices=_joined(every[:-1], [starts[count + 1 + i] - 1 for i in drawing]),
+            sample_slots=_joined(slots[:count], [slots[count + i] for i in drawing]),
         )
         return batch, sampled
+
+    def _regroup(self, count: int, chunks: list[tuple[Sequence, int]]) -> None:
+        """The first `count` have decoded and chunks were computed: who decodes from now on."""
+        rows = self._decode_rows.copy()
+        rows[1, :count] += 1
+        rows[2, :count] -= 1
+        left = rows[2] > 0
+        if not left.all():
+            rows, self._decoding = rows[:, left], list(compress(self._decoding, left.tolist()))
+        through = [sequence for sequence, _ in chunks if _decodes(sequence) or not _left(sequence)]
+        del self._behind[: len(through)]
+        joining = [sequence for sequence in through if _left(sequence)]
+        if joining:
+            self._decoding += joining
+            rows = np.concatenate([rows, np.array([*map(_decode_row, joining)], np.int32).T], axis=1)
+        self._decode_rows = rows
+
+
+def _decode_tokens(decoding: list[Sequence]) -> list[int]:
+    """The next token of each, computed now; -1: as the token table has it."""
+    token_ids = []
+    for sequence in decoding:  # of all that a step costs, this loop is run most often
+        begin, known = sequence.num_computed, sequence.token_ids
+        token_ids.append(known[begin] if begin < len(known) else -1)
+        sequence.num_computed = begin + 1
+    return token_ids
+
+
+def _chunk_tokens(sequence: Sequence, chunk: int) -> list[int]:
+    """The next tokens of a sequence, computed now; -1: as the token table has it."""
+    begin = sequence.num_computed
+    sequence.num_computed = end = begin + chunk
+    read_back = sequence.token_ids[begin:end]
+    return read_back + [-1] * (chunk - len(read_back))
+
+
+def _joined(first: I32, then: Iterable[int]) -> I32:
+    return np.concatenate([first, np.array(then, np.int32)])
 
 
 def _decodes(sequence: Sequence) -> bool:
     return sequence.num_sampled > 0 and sequence.num_known - sequence.num_computed == 1
+
+
+def _left(sequence: Sequence) -> int:
+    """Tokens still to be drawn: a sequence whose last one is drawn in a step in flight has nothing more to compute."""
+    return sequence.max_len - sequence.num_known
+
+
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None, "it runs"
+    return sequence.slot
+
+
+def _decode_row(sequence: Sequence) -> tuple[int, int, int]:
+    """Of _decode_rows."""
+    return _slot(sequence), sequence.num_computed, _left(sequence)
 
 
 def _ceil_div(a: int, b: int) -> int:

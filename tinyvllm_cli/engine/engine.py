@@ -35,6 +35,7 @@ class _Live:
     sequence: Sequence
     answer: Answer
     times: Timeline
+    ends: frozenset[int]  # ids that end the answer
 
 
 class Engine:
@@ -119,7 +120,7 @@ class Engine:
             now = self._clock()
             for sequence, token_id in zip(sampled, token_ids, strict=True):
                 if not sequence.finished:  # else it ended, or was aborted, after this step was enqueued
-                    events += self._land(self._live[sequence.request.request_id], token_id, now)
+                    self._land(self._live[sequence.request.request_id], token_id, now, events)
         return events
 
     def fail_running(self, message: str) -> list[Completion]:
@@ -160,7 +161,9 @@ class Engine:
             )
         options = slot_options(request, prompt_len, run_seed=self._run_seed, eos_token_ids=self._eos_token_ids)
         sequence = Sequence(request, prompt_ids, prompt_len, max_len, options)
-        return _Live(sequence, self._codec.answer(request, prompt_ids), Timeline(self._clock()))
+        params = request.params
+        ends = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)))
+        return _Live(sequence, self._codec.answer(request, prompt_ids), Timeline(self._clock()), ends)
 
     def _enqueue(self) -> bool:
         """Hand the next step to the backend, if there is anything to compute."""
@@ -178,41 +181,41 @@ class Engine:
         self.stats.peak_blocks = max(self.stats.peak_blocks, self._batcher.blocks_held)
         return True
 
-    def _land(self, live: _Live, token_id: int, now: float) -> list[Event]:
-        """The events of one token that was read back."""
-        sequence = live.sequence
+    def _land(self, live: _Live, token_id: int, now: float, events: list[Event]) -> None:
+        """One token was read back: what it brings goes to the events. Runs for every token of an answer."""
+        sequence, answer = live.sequence, live.answer
         if token_id < 0:
-            return [self._close(live, _failed(sequence.request, _no_token(token_id, sequence.num_output)))]
+            events.append(self._close(live, _failed(sequence.request, _no_token(token_id, sequence.num_output))))
+            return
         self._batcher.land(sequence, token_id)
-        live.times.token(now)
         self.stats.completion_tokens += 1
-        if sequence.num_output == 1:
+        if live.times.first_token is None:
+            live.times.first_token = now
             self.stats.prompt_tokens += sequence.prompt_len
         try:
-            text, end = self._read(live, token_id)
-            choice = None if end is None else _choice(live, end)
+            done = token_id in live.ends
+            text = "" if done else answer.push(token_id)
+            done = done or answer.stopped_by is not None or len(sequence.token_ids) == sequence.max_len
+            rest, end = self._end(live, token_id) if done else ("", None)
         except Exception as error:
-            return [self._close(live, _failed(sequence.request, _failure(error)))]
-        delta = Delta(sequence.request.request_id, 0, (token_id,), text)
-        return [delta] if choice is None else [delta, self._close(live, _answered(live, (choice,)))]
+            events.append(self._close(live, _failed(sequence.request, _failure(error))))
+            return
+        events.append(Delta(sequence.request.request_id, 0, (token_id,), text + rest))
+        if end is not None:
+            live.times.last_token = now
+            events.append(self._close(live, _answered(live, (_choice(live, end),))))
 
-    def _read(self, live: _Live, token_id: int) -> tuple[str, _End | None]:
-        """The text that a new token makes certain, and the end if it is one.
+    def _end(self, live: _Live, token_id: int) -> tuple[str, _End]:
+        """The text that an answer still gets whose last token this is, and how it ends.
 
         A token that is both an EOS id and one of stop_token_ids counts as the latter: the request asked for it by name.
         """
-        sequence, answer, params = live.sequence, live.answer, live.sequence.request.params
-        is_stop = token_id in params.stop_token_ids
-        is_eos = token_id in self._eos_token_ids and not params.ignore_eos
-        shown = params.include_stop_str_in_output if is_stop else not is_eos
-        text = answer.push(token_id) if shown else ""
-        end = None
-        if is_stop or is_eos:
-            end = _End("stop", token_id if is_stop else None)
-        elif len(sequence.token_ids) == sequence.max_len:
-            end = _End("length")
-        if end is None and answer.stopped_by is None:
-            return text, None
+        answer, params = live.answer, live.sequence.request.params
+        is_stop, text = token_id in params.stop_token_ids, ""
+        if is_stop and params.include_stop_str_in_output:
+            text = answer.push(token_id)
+        stopped = is_stop or token_id in live.ends
+        end = _End("stop", token_id if is_stop else None) if stopped else _End("length")
         text += answer.finish()
         # A stop string may also turn up in what was held back; where there is one, the text ends there.
         return text, end if answer.stopped_by is None else _End("stop", answer.stopped_by)

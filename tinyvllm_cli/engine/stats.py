@@ -21,12 +21,6 @@ class Timeline:
         if self.first_slot is None:
             self.first_slot = now
 
-    def token(self, now: float) -> None:
-        """A token was read back."""
-        if self.first_token is None:
-            self.first_token = now
-        self.last_token = now
-
     def stats(self, completion_tokens: int) -> Stats:
         """The request's stats once it has ended; with no token made only its place in the queue has a meaning."""
         queue_s = 0.0 if self.first_slot is None else self.first_slot - self.arrival

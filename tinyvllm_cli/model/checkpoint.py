@@ -23,7 +23,7 @@ from tinyvllm_cli.model.weights.source import TensorSource
 class Checkpoint:
     path: Path
     source: Path | GGUFFile  # what tokenizer and template are in: the folder, or the file whose header is read
-    format: Literal["safetensors", "gguf"]
+    format: Literal["safetensors", "gguf", "random"]
     quantization: str | None  # the type that most bytes are of, e.g. Q4_1
     config: ModelConfig
     tensors: TensorSource

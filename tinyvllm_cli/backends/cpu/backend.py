@@ -111,6 +111,9 @@ class CpuBackend:
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
         self._cache.copy(pairs)
 
+    def counts(self) -> dict[str, int]:
+        return {}
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True

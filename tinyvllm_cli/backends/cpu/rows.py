@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tinyvllm_cli.backends.cpu.slots import Slots
-from tinyvllm_cli.backends.row_layout import row_layout
+from tinyvllm_cli.backends.row_layout import check_blocks, row_layout
 from tinyvllm_cli.config import BLOCK_SIZE
 from tinyvllm_cli.types import I32, Batch, Limits
 
@@ -55,6 +55,7 @@ def resolve_rows(batch: Batch, limits: Limits, kept: Slots) -> Rows:
     A malformed batch is a bug of the caller: ValueError.
     """
     layout = row_layout(batch, limits, kept.counted)
+    check_blocks(batch.block_tables, layout.num_blocks, limits)
     sequence, positions = layout.sequence, layout.positions
     blocks = batch.block_tables[sequence, positions // BLOCK_SIZE]
     row_slots = batch.slots[sequence]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from tinyvllm_cli.philox import U32, philox4x32_10
 from tinyvllm_cli.types import F32, GREEDY_BELOW, I32, SlotOptions
 
 if TYPE_CHECKING:
@@ -27,13 +28,8 @@ if TYPE_CHECKING:
 NAN_LOGITS = -1  # the row holds NaN or an infinity
 NOTHING_ALLOWED = -2  # every id is masked
 
-U32 = npt.NDArray[np.uint32]
 Ids = npt.NDArray[np.intp]
 
-# Philox4x32's constants, and what halves a 64-bit product
-M0, M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-KEY_STEP0, KEY_STEP1 = 0x9E3779B9, 0xBB67AE85  # fractions of the golden ratio and of sqrt(3)
-HALF, LOW_HALF = np.uint64(32), np.uint64(0xFFFFFFFF)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -114,21 +110,6 @@ def gumbel_from_words(words: U32) -> F32:
     for step in (np.negative, np.log1p, np.negative, np.log, np.negative):
         step(v, out=v)
     return v
-
-
-def philox4x32_10(counter: U32, key: U32) -> U32:
-    """Philox4x32 with 10 rounds: counter u32[N, 4], key u32[2] -> u32[N, 4]."""
-    # 64-bit lanes throughout: products need them, and no lane ever changes its type.
-    c0, c1, c2, c3 = (counter[:, word].astype(np.uint64) for word in range(4))
-    k0, k1 = int(key[0]), int(key[1])
-    for _ in range(10):
-        product0, product1 = c0 * M0, c2 * M1
-        c0 = (product1 >> HALF) ^ c1 ^ np.uint64(k0)
-        c1 = product1 & LOW_HALF
-        c2 = (product0 >> HALF) ^ c3 ^ np.uint64(k1)
-        c3 = product0 & LOW_HALF
-        k0, k1 = (k0 + KEY_STEP0) % 2**32, (k1 + KEY_STEP1) % 2**32
-    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
 
 
 def _philox_words(blocks: U32, seed: int, position: int) -> U32:

@@ -30,6 +30,7 @@ from tinyvllm_cli.backends.gpu.memory import (
 )
 from tinyvllm_cli.backends.gpu.nvrtc import load_nvrtc
 from tinyvllm_cli.backends.gpu.pinned import Pinned, PinnedRing
+from tinyvllm_cli.backends.gpu.random_weights import DeviceTensors, fill_random
 from tinyvllm_cli.backends.gpu.rows import Rows, Upload, resolve_rows
 from tinyvllm_cli.backends.gpu.slots import Slots
 from tinyvllm_cli.backends.gpu.supported import check_model
@@ -38,6 +39,7 @@ from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.model.llama import forward
 from tinyvllm_cli.model.parameters import Array, Parameters
+from tinyvllm_cli.model.random_weights import RandomTensors
 from tinyvllm_cli.model.rope import rope_tables
 from tinyvllm_cli.model.weights.source import TensorSource
 from tinyvllm_cli.types import F32, I32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
@@ -68,7 +70,7 @@ class GpuBackend:
     def __init__(
         self,
         config: ModelConfig,
-        fill: Callable[[Parameters], None],
+        fill: Callable[[Parameters, Device], None],
         engine: EngineConfig,
         *,
         tokenizer_size: int,
@@ -78,7 +80,7 @@ class GpuBackend:
     ) -> None:
         """Take the memory, compile or find the kernels, fill the weights.
 
-        fill: writes the parameters, which lie on the GPU and hold anything. tokenizer_size: ids from here on are
+        fill: writes the parameters, which lie on this device and hold anything. tokenizer_size: ids from here on are
         padding and never come out. num_blocks: None is what engine.gpu_memory leaves for the KV pool. cache: the
         user's folder, for compiled kernels; None: nothing is kept.
         ModelError where the model, or any sequence, does not fit or is not supported; DeviceError where the GPU cannot
@@ -96,9 +98,10 @@ class GpuBackend:
                 plan = fit_memory(config, engine, self._card.free_bytes(), num_blocks)
                 self._open(plan, engine, max_in_flight, cache)
                 tune(self._device, self._parameters, engine.slots, cache)
-                fill(self._parameters)
+                fill(self._parameters, self._device)
                 # Copies of pageable memory may be under way still, and our stream waits for no other.
                 self._card.cuda.deviceSynchronize()
+                self._device.kernels.counts.clear()  # what was tried and filled is no part of any step
         except BaseException:
             self.close()
             raise
@@ -119,16 +122,19 @@ class GpuBackend:
 
         stream = Stream(non_blocking=True)
         closed_later = self._closing.enter_context  # in the reverse order
-        blas = closed_later(closing(Blas.create(stream, workspace)))
         kernels = load_kernels(card.compute_capability, engine.dtype, config.head_dim, cache)
+        blas = closed_later(closing(Blas.create(stream, workspace, kernels)))
         self._device = Device(card, stream, kernels, blas, engine.dtype, buffers)
-        self._slots = closed_later(closing(Slots(cuda, tables["tokens"], stream.ptr)))
+        for zeros in (tables["blocks"], buffers.tickets):
+            cuda.memsetAsync(zeros.data.ptr, 0, zeros.nbytes, stream.ptr)
+        self._slots = closed_later(closing(Slots(cuda, tables["tokens"], tables["blocks"], stream.ptr)))
         ring = closed_later(closing(PinnedRing(cuda, max_in_flight, region.nbytes)))
         view = device_view(region.data.ptr, region.nbytes, card.index)
         self._upload = Upload(cuda, ring, view, region.nbytes)
         # Where tokens and logprobs of steps in flight arrive; those that none has.
-        self._landings = [closed_later(closing(Pinned(cuda, 8 * engine.slots))) for _ in range(max_in_flight)]
-        self._graphs = Graphs(cuda, stream)
+        landing = partial(Pinned, cuda, buffers.drawn.nbytes)
+        self._landings = [closed_later(closing(landing())) for _ in range(max_in_flight)]
+        self._graphs = Graphs(cuda, stream, kernels.counts)
         self._closing.callback(self._close_graphs)
         self._rope = (tables["cos"], tables["sin"])
         for table, values in zip(self._rope, rope_tables(config.rope, config.head_dim, length), strict=True):
@@ -169,12 +175,11 @@ class GpuBackend:
                 self._enqueue(rows, ops)
             else:
                 self._graphs.run(rows.shape, partial(self._enqueue, rows, ops))
-            landing, count = self._landings.pop(), len(batch.sample_slots)
-            cuda, stream, drawn = self._card.cuda, self._device.stream.ptr, self._device.buffers
-            for place, source in ((landing.address, drawn.token_ids), (landing.address + 4 * count, drawn.logprobs)):
-                cuda.memcpyAsync(place, source.data.ptr, 4 * count, cuda.memcpyDeviceToHost, stream)
+            landing, drawn = self._landings.pop(), self._device.buffers.drawn
+            cuda, stream = self._card.cuda, self._device.stream.ptr
+            cuda.memcpyAsync(landing.address, drawn.data.ptr, drawn.nbytes, cuda.memcpyDeviceToHost, stream)
             landing.record(stream)
-        return InFlight(partial(self._read, landing, count))
+        return InFlight(partial(self._read, landing, len(batch.sample_slots)))
 
     def run(self, batch: Batch, module: ModuleType) -> tuple[Array, Array]:
         """Enqueue a step through a module of ops: tokens i32[R] and logprobs f32[R], the GPU's until the next step.
@@ -200,6 +205,13 @@ class GpuBackend:
         with self._running():
             self._cache.copy(self._card.cuda, pairs, self._device.stream.ptr)
 
+    def counts(self) -> dict[str, int]:
+        return dict(self._graphs.counts())
+
+    def tensors(self) -> DeviceTensors:
+        """The weights as they lie on the GPU, for as long as the backend is open; to be read between steps."""
+        return DeviceTensors(self._parameters, self._config, self._device)
+
     def close(self) -> None:
         if self._closed:
             return
@@ -216,7 +228,7 @@ class GpuBackend:
             self._graphs.close()
 
     def _resolve(self, batch: Batch, *, pads_decoding: bool = False) -> Rows:
-        """Lay a step out, and enqueue the copy of what its kernels read."""
+        """Lay a step out, and enqueue the copy of what its kernels read, and what comes before the step itself."""
         config = self._config
         rows = resolve_rows(
             batch,
@@ -229,6 +241,7 @@ class GpuBackend:
             pads_decoding=pads_decoding,
         )
         self._upload.send(self._device.stream.ptr)
+        ops.place_blocks(self._device, rows)
         return rows
 
     def _forward(self, rows: Rows, module: ModuleType) -> Array:
@@ -244,8 +257,8 @@ class GpuBackend:
     def _read(self, landing: Pinned, count: int) -> StepOutput:
         with self._running():
             landing.wait()
-        words = landing.bytes[: 8 * count].reshape(2, -1)
-        output = StepOutput(words[:1].view(np.int32).copy(), words[1:].view(np.float32).copy())
+        words = landing.bytes.view(np.int32).reshape(2, -1)[:, :count].copy()
+        output = StepOutput(words[:1], words[1:].view(np.float32))
         self._landings.append(landing)
         return output
 
@@ -275,7 +288,10 @@ def open_gpu_backend(
     config: ModelConfig, tensors: TensorSource, engine: EngineConfig, *, tokenizer_size: int, cache: Path | None
 ) -> GpuBackend:
     """A checkpoint's model on the GPU, ready for the first step. Errors as of GpuBackend."""
-    fill = partial(load_weights, config=config, tensors=tensors, dtype=engine.dtype)
+    if isinstance(tensors, RandomTensors):
+        fill = partial(fill_random, config=config, tensors=tensors)
+    else:
+        fill = partial(load_weights, config=config, tensors=tensors)
     return GpuBackend(config, fill, engine, tokenizer_size=tokenizer_size, cache=cache)
 
 

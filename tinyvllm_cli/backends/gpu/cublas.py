@@ -17,72 +17,45 @@ Both operands are then read along K, the way they lie. C is D itself: beta = 1 a
 
 **Row invariance.** An algorithm that splits K sums a row in another order than one that does not, so the bits of a row
 would depend on which was picked, and that depends on the number of rows. Algorithms without split K agree with each
-other on the cards where it was measured (`tinyvllm doctor` measures the card at hand), so they alone are picked; which
-of them is the fastest, tuning.py measures.
+other on the cards where it was measured (`tinyvllm doctor` measures the card at hand), so they alone are picked, and
+our own kernels for few rows have their bits too (skinny.py); which of all is the fastest, tuning.py measures.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, TypeAlias
 
+from tinyvllm_cli.backends.gpu import skinny
+from tinyvllm_cli.backends.gpu.cublas_api import (
+    ALGO_REDUCTION_SCHEME,
+    ALGO_SPLITK_NUM,
+    BLAS_SIGNATURES,
+    COMPUTE_32F,
+    CUDA_TYPES,
+    DESC_TRANSA,
+    DISALLOW_REDUCED_PRECISION_REDUCTION,
+    GEMM_DEFAULT,
+    LT_SIGNATURES,
+    NOT_SUPPORTED,
+    OP_N,
+    OP_T,
+    PREF_MAX_WORKSPACE_BYTES,
+    PREF_MIN_ALIGNMENTS,
+    PREF_REDUCTION_SCHEME_MASK,
+    REDUCTION_SCHEME_NONE,
+    Heuristic,
+    failure,
+)
+from tinyvllm_cli.backends.gpu.kernels import Kernels
 from tinyvllm_cli.backends.gpu.libraries import open_library
 from tinyvllm_cli.errors import DeviceError
 
-_Handle = ctypes.c_void_p
-_Out = ctypes.POINTER(ctypes.c_void_p)
-_Pointer = ctypes.c_void_p
-_Int = ctypes.c_int
-BLAS_SIGNATURES = {  # cublas_api.h
-    "cublasCreate_v2": (_Out,),
-    "cublasDestroy_v2": (_Handle,),
-    "cublasSetStream_v2": (_Handle, _Pointer),
-    "cublasSetWorkspace_v2": (_Handle, _Pointer, ctypes.c_size_t),
-    "cublasSetMathMode": (_Handle, _Int),
-    "cublasGetVersion_v2": (_Handle, ctypes.POINTER(_Int)),
-    "cublasGemmEx": (
-        _Handle, _Int, _Int, _Int, _Int, _Int,  # transa, transb, m, n, k
-        _Pointer, _Pointer, _Int, _Int, _Pointer, _Int, _Int,  # alpha, A, type, lda, B, type, ldb
-        _Pointer, _Pointer, _Int, _Int, _Int, _Int,  # beta, C, type, ldc, compute type, algorithm
-    ),
-}  # fmt: skip
-LT_SIGNATURES = {  # cublasLt.h
-    "cublasLtCreate": (_Out,),
-    "cublasLtDestroy": (_Handle,),
-    "cublasLtMatmulDescCreate": (_Out, _Int, _Int),
-    "cublasLtMatmulDescDestroy": (_Pointer,),
-    "cublasLtMatmulDescSetAttribute": (_Pointer, _Int, _Pointer, ctypes.c_size_t),
-    "cublasLtMatrixLayoutCreate": (_Out, _Int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
-    "cublasLtMatrixLayoutDestroy": (_Pointer,),
-    "cublasLtMatmulPreferenceCreate": (_Out,),
-    "cublasLtMatmulPreferenceDestroy": (_Pointer,),
-    "cublasLtMatmulPreferenceSetAttribute": (_Pointer, _Int, _Pointer, ctypes.c_size_t),
-    "cublasLtMatmulAlgoGetHeuristic": (_Handle, *[_Pointer] * 6, _Int, _Pointer, ctypes.POINTER(_Int)),
-    "cublasLtMatmulAlgoConfigGetAttribute": (_Pointer, _Int, _Pointer, ctypes.c_size_t, _Pointer),
-    "cublasLtMatmul": (
-        _Handle, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer,  # descriptor, alpha, A, its layout, B, its
-        _Pointer, _Pointer, _Pointer, _Pointer, _Pointer,  # beta, C, its layout, D, its layout
-        _Pointer, _Pointer, ctypes.c_size_t, _Pointer,  # algorithm, workspace, its bytes, stream
-    ),
-}  # fmt: skip
-
-# Values of the enumerations in the headers above and in library_types.h.
-CUDA_TYPES = {"bfloat16": 14, "float16": 2, "float32": 0}
-COMPUTE_32F = 68
-OP_N, OP_T = 0, 1
-GEMM_DEFAULT = -1
-DISALLOW_REDUCED_PRECISION_REDUCTION = 16
-DESC_TRANSA = 3
-PREF_MAX_WORKSPACE_BYTES, PREF_REDUCTION_SCHEME_MASK, PREF_MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
-REDUCTION_SCHEME_NONE = 0
-ALGO_SPLITK_NUM, ALGO_REDUCTION_SCHEME = 2, 3
-NOT_SUPPORTED = 15
-STATUS_NAMES = {
-    1: "not initialized", 3: "out of memory", 7: "invalid value", 8: "not for this architecture", 11: "mapping error",
-    13: "execution failed", 14: "internal error", NOT_SUPPORTED: "not supported", 16: "licence error",
-}  # fmt: skip
+_Key: TypeAlias = tuple[Any, ...]  # of a shape, as _key makes it
+_Run: TypeAlias = Callable[[Any, Any, Any, int], None]  # (out, a, weight, rows): enqueues a product of one shape
 
 ALIGNMENT = 16  # bytes that every pointer and every row of the operands is a multiple of, at least
 # What cublasLt offers for float32 results of fewer rows, without split K, is slower than more rows: 2048 x 8192 takes
@@ -93,34 +66,7 @@ _ONE, _ZERO = ctypes.c_float(1), ctypes.c_float(0)  # alpha and beta: read by th
 ONE, ZERO = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)
 
 
-class _Heuristic(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t; the algorithm stands first."""
-
-    _fields_ = (
-        ("algo", ctypes.c_uint64 * 8),
-        ("workspace_size", ctypes.c_size_t),
-        ("state", ctypes.c_int),
-        ("waves_count", ctypes.c_float),
-        ("reserved", ctypes.c_int * 4),
-    )
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What cublasLtMatmul needs for one shape beside the data. Made once and kept: the library holds the pointers."""
-
-    desc: int
-    weight: int  # layouts
-    a: int
-    out: int
-    beta: int
-    found: list[_Heuristic]  # the algorithms there are
-    algo: int  # the address of the one that is used
-
-
-_UNPLANNED = _Plan(0, 0, 0, 0, 0, [], 0)
-
-
+@cache  # asked for at every product
 def padded_rows(rows: int, *, add: bool = False) -> int:
     """The number of rows that a product of `rows` runs on: few enough shapes that each is planned, and captured, once.
 
@@ -133,25 +79,67 @@ def padded_rows(rows: int, *, add: bool = False) -> int:
     return -(-rows // step) * step
 
 
+class _Plan:
+    """A product of one shape by cublasLt, with all that is handed over beside the data made once."""
+
+    def __init__(
+        self,
+        call: Callable[..., int],
+        operands: tuple[int, ...],
+        found: list[Heuristic],
+        tail: tuple[Any, ...],
+        counts: Counter[str],
+    ) -> None:
+        """call: cublasLtMatmul. operands: handle, descriptor, layouts of weight, a and out, address of beta. found: the
+        algorithms there are, at least one. tail: workspace, its bytes, stream."""
+        self.found = found  # kept alive: the library is given the address of one
+        self._call, self._counts = call, counts
+        handle, desc, weight_layout, a_layout, out_layout, beta = map(ctypes.c_void_p, operands)
+        one, self._weight, self._a, self._out, self._algo = map(ctypes.c_void_p, (ONE, None, None, None, None))
+        self._args = (
+            handle, desc, one, self._weight, weight_layout, self._a, a_layout,
+            beta, self._out, out_layout, self._out, out_layout, self._algo, *tail,
+        )  # fmt: skip
+        self.choose(0)
+
+    def choose(self, index: int) -> None:
+        self._algo.value = ctypes.addressof(self.found[index])
+
+    def __call__(self, out: Any, a: Any, weight: Any, rows: int) -> None:  # noqa: ARG002  as many as it was made for
+        self._weight.value, self._a.value, self._out.value = weight.data.ptr, a.data.ptr, out.data.ptr
+        status = self._call(*self._args)
+        if status:
+            raise failure("cublasLtMatmul", status)
+        self._counts["cublasLt"] += 1
+
+
 class Blas:
-    """cuBLAS and cublasLt on one stream. Nothing is allocated or waited for in a product, so it may be captured."""
+    """Products on one stream, each by the fastest that has the common bits. Nothing is allocated or waited for in a
+    product, so it may be captured."""
 
     @classmethod
-    def create(cls, stream: Any, workspace: Any) -> Blas:
-        """Handles on a CuPy stream; `workspace`: device memory (a CuPy array of bytes, 32 MiB) for them alone.
+    def create(cls, stream: Any, workspace: Any, kernels: Kernels | None = None) -> Blas:
+        """Handles on a CuPy stream; `workspace`: device memory (a CuPy array of bytes, 32 MiB) for them alone;
+        kernels: ours, for products of few rows; without them there is cuBLAS alone.
 
         DeviceError where a library is missing or refuses this driver or card.
         """
         # Products are short calls: giving the GIL away for each would hand it to any busy thread for milliseconds.
         blas = open_library("cublas", BLAS_SIGNATURES, keep_gil=True)
         lt = open_library("cublasLt", LT_SIGNATURES, keep_gil=True)
-        return cls(blas, lt, stream, workspace)
+        return cls(blas, lt, stream, workspace, kernels)
 
-    def __init__(self, blas: Any, lt: Any, stream: Any, workspace: Any) -> None:
-        self._blas, self._lt = blas, lt
+    def __init__(self, blas: Any, lt: Any, stream: Any, workspace: Any, kernels: Kernels | None = None) -> None:
+        self._blas, self._lt, self._kernels = blas, lt, kernels
         self._stream, self._workspace = stream, workspace  # kept alive: the library has their addresses only
-        self._tail = (workspace.data.ptr, workspace.nbytes, stream.ptr)
-        self._plans: dict[tuple[Any, ...], _Plan | None] = {}  # None: cublasLt offers no algorithm for that shape
+        self._tail = (
+            ctypes.c_void_p(workspace.data.ptr),
+            ctypes.c_size_t(workspace.nbytes),
+            ctypes.c_void_p(stream.ptr),
+        )
+        self._counts: Counter[str] = Counter() if kernels is None else kernels.counts
+        self._runs: dict[_Key, _Run] = {}
+        self._plans: dict[_Key, _Plan | None] = {}  # None: cublasLt offers no algorithm for that shape
         self._made: list[tuple[str, int]] = []  # objects of the library, each with the function that destroys it
         try:
             self._handle = self._create("cublas", "_v2")
@@ -179,17 +167,11 @@ class Blas:
         """
         if rows == 0:
             return
-        plan = self._plan(out, a, weight, rows, add)
-        if plan is None:
-            self.gemm_ex(out, a, weight, rows, add=add)
-            return
-        y = out.data.ptr
-        status = self._lt.cublasLtMatmul(
-            self._lt_handle, plan.desc, ONE, weight.data.ptr, plan.weight, a.data.ptr, plan.a,
-            plan.beta, y, plan.out, y, plan.out, plan.algo, *self._tail,
-        )  # fmt: skip
-        if status:
-            raise _error("cublasLtMatmul", status)
+        key = _key(out, a, weight, padded_rows(rows), add)
+        run = self._runs.get(key)
+        if run is None:
+            run = self._runs[key] = self._plan(out, a, weight, rows, add) or partial(self.gemm_ex, add=add)
+        run(out, a, weight, rows)
 
     def gemm_ex(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
         """The same product by cublasGemmEx, whose algorithm is the library's choice: with no promise about bits."""
@@ -203,6 +185,7 @@ class Blas:
             ONE, weight.data.ptr, elem, k, a.data.ptr, elem, k,
             ONE if add else ZERO, out.data.ptr, CUDA_TYPES[out.dtype.name], out.shape[1], COMPUTE_32F, GEMM_DEFAULT,
         )  # fmt: skip
+        self._counts["cublasGemmEx"] += 1
 
     def num_algorithms(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> int:
         """How many algorithms without split K there are for a product; the first is the library's choice, and holds."""
@@ -210,10 +193,23 @@ class Blas:
         return 0 if plan is None else len(plan.found)
 
     def choose(self, index: int, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
-        """From now on products of this shape run by the algorithm of this number."""
+        """From now on cublasLt runs products of this shape, on as many padded rows, by the algorithm of this number."""
         plan = self._plan(out, a, weight, rows, add)
         assert plan is not None
-        plan.algo = ctypes.addressof(plan.found[index])
+        plan.choose(index)
+
+    def offers_skinny(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> bool:
+        """Whether a product may run by our own kernel: there is one, and an algorithm whose bits it has to have."""
+        has_kernel = self._kernels is not None and skinny.fits(out, rows, add=add)
+        return has_kernel and self.num_algorithms(out, a, weight, rows, add=add) > 0
+
+    def choose_skinny(self, chosen: bool, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
+        """From now on products of this shape, on as many padded rows, run by our own kernel, or not."""
+        key = _key(out, a, weight, padded_rows(rows), add)
+        self._runs.pop(key, None)
+        if chosen:
+            assert self._kernels is not None
+            self._runs[key] = partial(skinny.multiply, self._kernels, self._stream, add=add)
 
     @property
     def fallbacks(self) -> list[tuple[int, int, int]]:
@@ -226,14 +222,14 @@ class Blas:
             destroy, made = self._made.pop()
             getattr(self._library(destroy), destroy)(made)
         self._plans.clear()
+        self._runs.clear()
 
     def _plan(self, out: Any, a: Any, weight: Any, rows: int, add: bool) -> _Plan | None:
         padded = padded_rows(rows, add=add)
-        key = (padded, weight.shape, a.shape, out.shape, weight.dtype, a.dtype, out.dtype, add)
-        plan = self._plans.get(key, _UNPLANNED)
-        if plan is _UNPLANNED:
-            plan = self._plans[key] = self._make_plan(out, a, weight, padded, add)
-        return plan
+        key = _key(out, a, weight, padded, add)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(out, a, weight, padded, add)
+        return self._plans[key]
 
     def _make_plan(self, out: Any, a: Any, weight: Any, rows: int, add: bool) -> _Plan | None:
         _check(out, a, weight, rows)
@@ -246,9 +242,12 @@ class Blas:
             self._create("cublasLtMatrixLayout", "", CUDA_TYPES[out.dtype.name], n, rows, out.shape[1]),
         )
         found = self._find_algorithms(desc, *layouts)
-        return _Plan(desc, *layouts, ONE if add else ZERO, found, ctypes.addressof(found[0])) if found else None
+        if not found:
+            return None
+        operands = (self._lt_handle, desc, *layouts, ONE if add else ZERO)
+        return _Plan(self._lt.cublasLtMatmul, operands, found, self._tail, self._counts)
 
-    def _find_algorithms(self, desc: int, weight: int, a: int, out: int) -> list[_Heuristic]:
+    def _find_algorithms(self, desc: int, weight: int, a: int, out: int) -> list[Heuristic]:
         """The algorithms without split K, the fastest by the library's estimate first."""
         preference = self._create("cublasLtMatmulPreference")
         set_preference = partial(self._set, "cublasLtMatmulPreferenceSetAttribute", preference)
@@ -256,16 +255,16 @@ class Blas:
         set_preference(PREF_REDUCTION_SCHEME_MASK, ctypes.c_uint32(REDUCTION_SCHEME_NONE))
         for attribute in PREF_MIN_ALIGNMENTS:
             set_preference(attribute, ctypes.c_uint32(ALIGNMENT))
-        results, count = (_Heuristic * CANDIDATES)(), ctypes.c_int()
+        results, count = (Heuristic * CANDIDATES)(), ctypes.c_int()
         status = self._lt.cublasLtMatmulAlgoGetHeuristic(
             self._lt_handle, desc, weight, a, out, out, preference, CANDIDATES, results, ctypes.byref(count)
         )
         if status not in (0, NOT_SUPPORTED):
-            raise _error("cublasLtMatmulAlgoGetHeuristic", status)
+            raise failure("cublasLtMatmulAlgoGetHeuristic", status)
         usable = (found for found in results[: count.value] if found.state == 0 and not self._splits_k(found))
-        return [_Heuristic.from_buffer_copy(found) for found in usable]
+        return [Heuristic.from_buffer_copy(found) for found in usable]
 
-    def _splits_k(self, found: _Heuristic) -> bool:
+    def _splits_k(self, found: Heuristic) -> bool:
         """Whether an algorithm sums parts of K apart. The mask above should leave none; this makes sure."""
         parts, scheme, written = ctypes.c_int32(), ctypes.c_uint32(), ctypes.c_size_t()
         for attribute, value in ((ALGO_SPLITK_NUM, parts), (ALGO_REDUCTION_SCHEME, scheme)):
@@ -290,7 +289,7 @@ class Blas:
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._library(function), function)(*arguments)
         if status:
-            raise _error(function, status)
+            raise failure(function, status)
 
     def _library(self, function: str) -> Any:
         return self._lt if function.startswith("cublasLt") else self._blas
@@ -307,5 +306,6 @@ def _check(out: Any, a: Any, weight: Any, rows: int) -> None:
         raise ValueError(f"no product of {rows} rows for out, a, weight = {shapes}")
 
 
-def _error(function: str, status: int) -> DeviceError:
-    return DeviceError(f"{function} failed with cuBLAS status {status} ({STATUS_NAMES.get(status, 'unknown')})")
+def _key(out: Any, a: Any, weight: Any, padded: int, add: bool) -> _Key:
+    """All that a product depends on beside the data. Not the addresses: other arrays may lie there later."""
+    return (padded, weight.shape, a.shape, out.shape, weight.dtype, a.dtype, out.dtype, add)

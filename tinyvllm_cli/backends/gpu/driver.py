@@ -47,7 +47,7 @@ def find_driver() -> Driver | None:
     if nodes == 0 or (status == NO_DEVICE and visible is not None):
         return None
     mend = "`nvidia-smi` says more; after an update of the driver, restart the machine"
-    return Driver(cuda_version, nodes, f"{_error_name(library, status)}: {mend}")
+    return Driver(cuda_version, nodes, f"{error_name(status, library)}: {mend}")
 
 
 def _count_device_nodes() -> int:
@@ -66,7 +66,8 @@ def _open_driver() -> ctypes.CDLL:
     return library
 
 
-def _error_name(library: ctypes.CDLL, status: int) -> str:
+def error_name(status: int, library: ctypes.CDLL | None = None) -> str:
+    """A CUresult in the driver's words."""
     name = ctypes.c_char_p()
-    library.cuGetErrorName(status, ctypes.byref(name))
+    (library or _open_driver()).cuGetErrorName(status, ctypes.byref(name))
     return f"CUDA error {status} ({name.value.decode()})" if name.value else f"CUDA error {status}"

@@ -6,34 +6,42 @@ import contextlib
 import hashlib
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
+from tinyvllm_cli.backends.gpu.driver import find_driver
+from tinyvllm_cli.backends.gpu.launch import Launch, open_launch, parameter_formats
 from tinyvllm_cli.backends.gpu.nvrtc import Nvrtc, load_nvrtc
 from tinyvllm_cli.config import DtypeName
 from tinyvllm_cli.errors import DeviceError
 
 # Every kernel and the file of cuda/ that it stands in.
 KERNELS = {
+    "place_blocks": "block_tables.cu",
     "embed": "embed.cu",
     "rms_norm": "norm.cu",
     "rope_write": "rope_write.cu",
     "silu_mul": "silu_mul.cu",
     "add_bias": "silu_mul.cu",
-    "attend_prefill": "attention.cu",
-    "attend_decode": "attention.cu",
-    "merge_partials": "attention.cu",
+    "attend_prefill": "prefill.cu",
+    "attend_decode": "decode.cu",
     "sample_rows": "sample.cu",
+    "skinny_elem": "skinny.cu",
+    "skinny_f32": "skinny.cu",
+    "skinny_add": "skinny.cu",
+    "fill_random": "random.cu",
+    "sum_words": "read.cu",
 }
 ELEM_OPTIONS = {"bfloat16": "-DELEM_BF16", "float16": "-DELEM_FP16"}
 # Cards whose machine code may use instructions of that architecture alone (wgmma, tcgen05).
 OWN_ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
+# Programmatic dependent launch: the architecture from which cuda/common.cuh makes kernels wait for those before them,
+# and the CUDA of the first driver whose graphs have such launches.
+PROGRAMMATIC_ARCH, PROGRAMMATIC_DRIVER = 90, (12, 3)
 SHARED_WITHOUT_ASKING = 48 << 10  # bytes of shared memory a block may have unless the kernel asks for more
-NULL = np.uint64(0)  # CuPy would pass None as no argument at all
 PACKAGE = Path(__file__).parents[2]
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 
@@ -75,20 +83,39 @@ def target_arch(compute_capability: tuple[int, int], supported: list[int]) -> st
 
 
 class Kernels:
-    """The kernels of one (card, dtype, head_dim), loaded into the current CUDA context."""
+    """The kernels of one (card, dtype, head_dim), loaded into the current CUDA context.
 
-    def __init__(self, binaries: Mapping[str, bytes], files: Mapping[str, Literal["compiled", "cached"]]) -> None:
+    counts: what was launched so far, by name; a library that launches kernels of its own counts them here too.
+    """
+
+    def __init__(
+        self,
+        binaries: Mapping[str, bytes],
+        sources: Mapping[str, str],
+        files: Mapping[str, Literal["compiled", "cached"]],
+        *,
+        programmatic: bool,
+    ) -> None:
+        """programmatic: whether kernels may start before the end of the one before (Launch)."""
         from cupy.cuda.function import Module
 
+        self.counts: Counter[str] = Counter()
         self.files = dict(files)  # .cu file -> where its machine code came from
         modules = {}
         try:
             for file, binary in binaries.items():
                 modules[file] = Module()
                 modules[file].load(binary)
+            # Each keeps its module, and is kept for it.
             self._functions = {name: modules[file].get_function(name) for name, file in KERNELS.items()}
         except RuntimeError as error:  # CuPy's CUDADriverError
             raise DeviceError(f"the driver does not load the kernels ({error}): update the NVIDIA driver") from None
+        formats = {name: letters for file in binaries for name, letters in parameter_formats(sources[file]).items()}
+        call = open_launch()
+        self._launches = {
+            name: Launch(call, name, function.ptr, formats[name], programmatic=programmatic)
+            for name, function in self._functions.items()
+        }
         self._shared_limits: dict[str, int] = {}  # dynamic shared memory that a kernel may be launched with
 
     def launch(
@@ -96,15 +123,15 @@ class Kernels:
     ) -> None:
         """Enqueue one kernel; a grid with a 0 in it launches nothing.
 
-        `args`: CuPy arrays, None (a null pointer), np.int32, np.int64 and np.float32 in the order of the kernel's
-        parameters; never Python numbers, whose size is not the parameter's. `shared`: bytes of dynamic shared memory.
+        `args`: CuPy arrays, None (a null pointer) and numbers, in the order of the kernel's parameters, which say what
+        type a number gets. `shared`: bytes of dynamic shared memory. DeviceError where the driver refuses.
         """
         if 0 in grid:
             return
-        function = self._functions[name]
         if shared > self._shared_limits.get(name, 0):
             self._allow_shared(name, shared)
-        function(grid, (block,), tuple(NULL if arg is None else arg for arg in args), shared_mem=shared, stream=stream)
+        self._launches[name](grid, block, args, stream.ptr, shared)
+        self.counts[name] += 1
 
     def _allow_shared(self, name: str, shared: int) -> None:
         """Static and dynamic shared memory together may exceed 48 KB only where the kernel has been told so."""
@@ -113,19 +140,36 @@ class Kernels:
         pointer = self._functions[name].ptr
         static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, pointer)
         if static + shared > SHARED_WITHOUT_ASKING:
-            driver.funcSetAttribute(pointer, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+            try:
+                driver.funcSetAttribute(pointer, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+            except RuntimeError as error:  # CuPy's CUDADriverError
+                raise DeviceError(f"{name}: {static + shared} bytes of shared memory are too many: {error}") from None
         self._shared_limits[name] = shared
 
 
-def load_kernels(compute_capability: tuple[int, int], dtype: DtypeName, head_dim: int, cache: Path | None) -> Kernels:
+def load_kernels(
+    compute_capability: tuple[int, int], dtype: DtypeName, head_dim: int, cache: Path | None, *, jitter: bool = False
+) -> Kernels:
     """Compile what is not in `cache` yet, in threads, and load it. `cache` is the user's cache folder.
 
-    Needs a current CUDA context. DeviceError where NVRTC is missing, a source does not compile, or it does not load.
+    jitter: for tests, kernels that stand still here and there (cuda/common.cuh). Needs a current CUDA context.
+    DeviceError where NVRTC is missing, a source does not compile, or it does not load.
     """
     nvrtc = load_nvrtc()
     arch = target_arch(compute_capability, nvrtc.supported_archs())
-    binaries, files = build(nvrtc, kernel_sources(), compile_options(arch, dtype, head_dim), cache)
-    return Kernels(binaries, files)
+    options = compile_options(arch, dtype, head_dim) + ["-DJITTER"] * jitter
+    sources = kernel_sources()
+    binaries, files = build(nvrtc, sources, options, cache)
+    driver = find_driver()
+    programmatic = (
+        _number(arch) >= PROGRAMMATIC_ARCH and driver is not None and driver.cuda_version >= PROGRAMMATIC_DRIVER
+    )
+    return Kernels(binaries, sources, files, programmatic=programmatic)
+
+
+def _number(arch: str) -> int:
+    """Of sm_90a: 90."""
+    return int("".join(filter(str.isdigit, arch)))
 
 
 def build(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm_cli.backends.gpu.device import elem_dtype
+from tinyvllm_cli.backends.gpu.device import Device, elem_dtype
 from tinyvllm_cli.backends.gpu.memory import Arena, weight_rooms
 from tinyvllm_cli.backends.gpu.pinned import PinnedRing
 from tinyvllm_cli.backends.machine import available_cpus
@@ -82,8 +82,8 @@ def _split(part: Part, array: Array) -> Iterator[tuple[str, Array]]:
         start += rows
 
 
-def load_weights(parameters: Parameters, config: ModelConfig, tensors: TensorSource, dtype: DtypeName) -> None:
-    """Fill the parameters, rounded to dtype; all is in place on return. What reading a tensor raises comes out."""
+def load_weights(parameters: Parameters, device: Device, *, config: ModelConfig, tensors: TensorSource) -> None:
+    """Fill the parameters, rounded to the device's dtype; all is in place on return. Reading a tensor may raise."""
     check_tensors(config, tensors)
     jobs = list(places(parameters, config))
     chunk = max(max(row_bytes(job.target), min(CHUNK, job.target.size * job.target.itemsize)) for job in jobs)
@@ -93,7 +93,7 @@ def load_weights(parameters: Parameters, config: ModelConfig, tensors: TensorSou
     def load(job: Place) -> None:
         uploader = uploaders.get()
         try:
-            upload(job.target, tensors.read(job.tensor), elem_dtype(dtype), uploader)
+            upload(job.target, tensors.read(job.tensor), elem_dtype(device.dtype), uploader)
         finally:
             uploaders.put(uploader)
 

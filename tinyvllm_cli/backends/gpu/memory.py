@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tinyvllm_cli.backends.gpu import attention, sample
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
 from tinyvllm_cli.backends.gpu.device import Card, elem_dtype
-from tinyvllm_cli.backends.gpu.rows import upload_limit
+from tinyvllm_cli.backends.gpu.rows import upload_limit, widest_table
 from tinyvllm_cli.backends.pool import longest_sequence, pool_bounds, wanted_length
 from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import ModelError
@@ -108,10 +108,10 @@ def weight_rooms(config: ModelConfig, dtype: DtypeName) -> list[tuple[str, int |
 
 
 def activation_rooms(config: ModelConfig, engine: EngineConfig, max_seq_len: int) -> dict[str, Room]:
-    """Fields of Buffers. Rows: as many as the products of the largest step run on."""
+    """Fields of Buffers, but for parts of others. Rows: as many as the products of the largest step run on."""
     elem, T, R = elem_dtype(engine.dtype), padded_rows(engine.max_batch_tokens, add=True), padded_rows(engine.slots)
     H, D, inner = config.hidden_size, config.head_dim, config.intermediate_size
-    q, kv = config.num_heads, config.num_kv_heads
+    q, kv, places = config.num_heads, config.num_kv_heads, attention.partial_places(engine.slots, max_seq_len)
     logits = -(-config.vocab_size // LOGITS_MULTIPLE) * LOGITS_MULTIPLE
     return {
         "x": ((T, H), F32),
@@ -123,17 +123,19 @@ def activation_rooms(config: ModelConfig, engine: EngineConfig, max_seq_len: int
         "activated": ((T, inner), elem),
         "picked": ((R, H), elem),
         "logits": ((R, logits), F32),
-        "partials": ((attention.partial_places(engine.slots, max_seq_len), kv, attention.MMA_ROWS, D + 2), F32),
-        "token_ids": ((R,), I32),
-        "logprobs": ((R,), F32),
+        "partials": ((places, kv, attention.MMA_ROWS, D + 2), F32),
+        "tickets": ((places, kv), I32),
+        "drawn": ((2, R), I32),
         "edits": sample.edits_room(config.vocab_size),
     }
 
 
 def table_rooms(config: ModelConfig, engine: EngineConfig, max_seq_len: int) -> dict[str, Room]:
-    """What is kept for every position: RoPE's cos and sin, and the token of each slot."""
+    """What is kept for every position: RoPE's cos and sin; of each slot, and of nobody, the token and the block."""
     rope: Room = ((max_seq_len, config.head_dim // 2), F32)
-    return {"cos": rope, "sin": rope, "tokens": ((engine.slots, max_seq_len), I32)}
+    rows = engine.slots + 1
+    tokens, blocks = ((rows, max_seq_len), I32), ((rows, widest_table(max_seq_len)), I32)
+    return {"cos": rope, "sin": rope, "tokens": tokens, "blocks": blocks}
 
 
 def pool_room(config: ModelConfig, engine: EngineConfig, num_blocks: int) -> Room:
@@ -159,13 +161,17 @@ class Buffers:
     picked: Array  # elem[R, H]
     logits: Array  # f32[R, V]
     partials: Array  # f32[places, Hkv, 16, D + 2] of attention over split keys
-    token_ids: Array  # i32[R] drawn
+    tickets: Array  # i32[places, Hkv] zeros whenever no kernel runs: who merges them
+    drawn: Array  # i32[2, R], read back in one copy: token_ids, and the bits of logprobs
+    token_ids: Array  # i32[R]
     logprobs: Array  # f32[R] of them
     edits: Array  # i32[., 2] of logits, where a step has more than its upload holds
 
     @classmethod
     def take(cls, arena: Arena, config: ModelConfig, engine: EngineConfig, max_seq_len: int) -> Buffers:
-        return cls(**arena.take_all(activation_rooms(config, engine, max_seq_len)))
+        arrays = arena.take_all(activation_rooms(config, engine, max_seq_len))
+        drawn = arrays["drawn"]
+        return cls(**arrays, token_ids=drawn[0], logprobs=drawn[1].view(F32))
 
 
 # ---------------------------------------------------------------- how much of it

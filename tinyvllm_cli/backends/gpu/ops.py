@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tinyvllm_cli.backends.gpu.attention import attend
 from tinyvllm_cli.backends.gpu.sample import sample
 from tinyvllm_cli.model.parameters import Array, Weight
@@ -41,12 +39,20 @@ GROUP_THREADS = 256
 WARP = 32
 
 
+def place_blocks(device: Device, rows: Rows) -> None:
+    """What the step has new goes into the block tables; comes before all ops, and outside of graphs."""
+    if rows.changes is not None:
+        count = len(rows.changes)
+        args = (rows.block_tables, rows.changes, count)
+        device.launch("place_blocks", (_ceil_div(count, GROUP_THREADS),), GROUP_THREADS, args)
+
+
 def embed(device: Device, table: Weight, rows: Rows) -> Array:
     """x f32[T, H] = table[token]; the row's token, resolved, goes into the token table. NaN outside the vocabulary."""
     x, ids = device.buffers.x, rows.token_table
     (num_ids, hidden), max_seq_len = table.data.shape, ids.shape[1]
-    sizes = map(np.int32, (rows.num_rows, hidden, num_ids, max_seq_len))
-    args = (x, table.data, rows.token_ids, rows.sequence, rows.positions, rows.slots, ids, *sizes)
+    sizes = (rows.num_rows, hidden, num_ids, max_seq_len)
+    args = (x, table.data, rows.token_ids, rows.positions, rows.slots, ids, *sizes)
     device.launch("embed", (rows.num_rows,), EMBED_THREADS, args)
     return x[: rows.num_rows]
 
@@ -71,9 +77,9 @@ def qkv_rope_write(
     num_layers, num_kv_heads = cache.blocks.shape[1], cache.blocks.shape[3]
     num_heads = q.shape[1]
     _norm_product(device, x, norm, eps, qkv, y, num_rows)
-    sizes = map(np.int32, (num_rows, num_heads, num_kv_heads, rows.width, layer, num_layers))
-    places = (rows.positions, rows.sequence, rows.block_tables)
-    args = (q, cache.blocks, y, bias, q_norm, k_norm, *rope, *places, *sizes, np.float32(eps))
+    sizes = (num_rows, num_heads, num_kv_heads, rows.width, layer, num_layers)
+    places = (rows.positions, rows.slots, rows.block_tables)
+    args = (q, cache.blocks, y, bias, q_norm, k_norm, *rope, *places, *sizes, eps)
     blocks = _ceil_div(num_rows * (num_heads + 2 * num_kv_heads), ROPE_HEADS)
     device.launch("rope_write", (blocks,), ROPE_HEADS * WARP, args)
     return q[:num_rows]
@@ -95,7 +101,7 @@ def gate_up_silu(device: Device, x: Array, *, norm: Array, eps: float, weight: W
     _norm_product(device, x, norm, eps, weight, y, num_rows)
     inner = h.shape[1]
     blocks = _ceil_div(num_rows * inner, GROUP * GROUP_THREADS)
-    device.launch("silu_mul", (blocks,), GROUP_THREADS, (h, y, bias, np.int32(num_rows), np.int32(inner)))
+    device.launch("silu_mul", (blocks,), GROUP_THREADS, (h, y, bias, num_rows, inner))
     return h[:num_rows]
 
 
@@ -123,7 +129,7 @@ def _norm_product(device: Device, x: Array, norm: Array, eps: float, weight: Wei
 def _rms_norm(
     device: Device, y: Array, x: Array, weight: Array, eps: float, num_rows: int, picked: Array | None
 ) -> None:
-    args = (y, x, weight, picked, np.int32(num_rows), np.int32(x.shape[1]), np.float32(eps))
+    args = (y, x, weight, picked, num_rows, x.shape[1], eps)
     device.launch("rms_norm", (num_rows,), NORM_THREADS, args)
 
 
@@ -133,7 +139,7 @@ def _product_add(device: Device, h: Array, weight: Weight, bias: Array | None, n
     if bias is not None:
         hidden = x.shape[1]
         blocks = _ceil_div(num_rows * hidden, GROUP * GROUP_THREADS)
-        device.launch("add_bias", (blocks,), GROUP_THREADS, (x, bias, np.int32(num_rows), np.int32(hidden)))
+        device.launch("add_bias", (blocks,), GROUP_THREADS, (x, bias, num_rows, hidden))
 
 
 def _ceil_div(a: int, b: int) -> int:

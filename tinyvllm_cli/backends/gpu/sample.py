@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tinyvllm_cli.backends.cpu.sample import FLOAT32_MAX
 from tinyvllm_cli.model.parameters import Array
@@ -43,10 +44,10 @@ EDIT = np.dtype([("id", np.int32), ("value", np.float32)])  # the struct Edit
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Rows that one launch draws, and their edits i32[., 2], each an EDIT."""
+    """Rows that one launch draws, and their edits i32[., 2], each an EDIT; None: no row has one."""
 
     rows: slice
-    edits: Array | I32  # on the device where they fitted into the upload, else still on the host
+    edits: Any  # on the device where they fitted into the upload, else still on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,9 @@ class DrawOptions:
 def plan_draw(kept: DrawOptions, slots: I32, positions: I32, num_ids: int, upload: Upload) -> DrawPlan:
     """How to draw tokens for positions i32[R] as slots i32[R] do; ids from num_ids up are no tokens."""
     of_rows = kept.edits(slots, positions, num_ids)
+    if not of_rows:
+        all_rows = (Draws(slice(0, len(slots)), None),) if len(slots) else ()
+        return DrawPlan(upload.put(_as_words(kept.records).take(slots, axis=0)), all_rows, uploaded=True, num_edits=0)
     table = kept.records[slots]
     for row, row_edits in of_rows.items():
         table["num_edits"][row] = len(row_edits)
@@ -103,8 +107,7 @@ def plan_draw(kept: DrawOptions, slots: I32, positions: I32, num_ids: int, uploa
         start, stop = int(starts[rows.start]), int(ends[rows.stop - 1])
         table["first_edit"][rows] = starts[rows] - start
         launches.append(Draws(rows, upload.put(edits[start:stop]) if uploaded else edits[start:stop]))
-    words = table.view(np.int32).reshape(-1, OPTIONS.itemsize // 4)
-    return DrawPlan(upload.put(words), tuple(launches), uploaded, len(edits))
+    return DrawPlan(upload.put(_as_words(table)), tuple(launches), uploaded, len(edits))
 
 
 def sample(device: Device, logits: Array, rows: Rows, slots: Slots, *, num_ids: int) -> tuple[Array, Array]:
@@ -115,7 +118,7 @@ def sample(device: Device, logits: Array, rows: Rows, slots: Slots, *, num_ids: 
     """
     token_ids, logprobs = device.buffers.token_ids, device.buffers.logprobs
     stride = logits.strides[0] // logits.itemsize
-    sizes = tuple(map(np.int32, (logits.shape[1], stride, num_ids, slots.token_table.shape[1])))
+    sizes = (logits.shape[1], stride, num_ids, slots.token_table.shape[1])
     for draws in rows.draw.launches:
         part = draws.rows
         edits = draws.edits if rows.draw.uploaded else _copy_edits(device, draws.edits)
@@ -130,6 +133,11 @@ def _record(slot: SlotOptions) -> tuple[float | int, ...]:
     """An OPTIONS, its edits left out. The limit keeps -inf / T at -inf."""
     temperature = 0.0 if slot.temperature < GREEDY_BELOW else min(slot.temperature, FLOAT32_MAX)
     return slot.top_p, slot.seed, temperature, slot.top_k, slot.min_p, slot.logprobs, 0, 0
+
+
+def _as_words(records: npt.NDArray[Any]) -> I32:
+    """i32[., 10], the same memory."""
+    return records.view(np.int32).reshape(-1, OPTIONS.itemsize // 4)
 
 
 def _edits(slot: SlotOptions, position: int, num_ids: int) -> dict[int, float]:

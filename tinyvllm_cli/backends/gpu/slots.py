@@ -1,4 +1,8 @@
-"""What is kept for every slot: its tokens by position on the GPU; what was counted, and how to draw, on the host."""
+"""What is kept for every slot: tokens by position and the block table on the GPU; what was counted, and how to draw,
+on the host.
+
+In every array by slot one row more stands last, which is nobody's: that of rows that only pad.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,67 @@ import numpy as np
 
 from tinyvllm_cli.backends.gpu.pinned import Pinned, PinnedRing
 from tinyvllm_cli.backends.gpu.sample import DrawOptions
+from tinyvllm_cli.backends.row_layout import RowLayout, require, within
 from tinyvllm_cli.model.parameters import Array
-from tinyvllm_cli.types import I32, Batch, SlotOptions
+from tinyvllm_cli.types import I32, Batch, Limits, SlotOptions
 
 MIN_STAGING = 1 << 20  # bytes: the prompts of many slots between two steps
 
 
+class BlockTables:
+    """device: i32[max_slots + 1, widest], zeros at first, and the host's copy of it: a step sends what has changed."""
+
+    def __init__(self, device: Array) -> None:
+        self.device = device
+        self._host: I32 = np.zeros(device.shape, np.int32)
+        self._held: I32 = np.zeros(len(self._host), np.int32)  # blocks of each row before its first null block
+
+    def update(self, batch: Batch, num_blocks: I32, limits: Limits) -> I32 | None:
+        """Take over the tables of a batch as far as it needs them, num_blocks [S] each. What the GPU lacks of them:
+        changes i32[., 2] for the kernel of cuda/block_tables.cu, None where there are none.
+
+        ValueError, and nothing is taken over, where a table lacks a block.
+        """
+        width = int(num_blocks.max())
+        require(width <= batch.block_tables.shape[1], "each position has a block")
+        slots, tables = batch.slots, batch.block_tables[:, :width]
+        kept = self._host[slots, :width]
+        if np.array_equal(tables, kept):
+            require(bool((num_blocks <= self._held[slots]).all()), "each position has a block")
+            return None
+        differs = tables != kept
+        changed = np.flatnonzero(differs.any(axis=1))
+        held = self._held[slots]
+        held[changed] = _before_null(tables[changed])
+        require(within(tables[changed], 0, limits.num_blocks), "block_tables hold blocks of the pool")
+        require(bool((num_blocks <= held).all()), "each position has a block")
+        sequences, columns = np.nonzero(differs)
+        places, blocks = slots[sequences] * self._host.shape[1] + columns, tables[sequences, columns]
+        self._host.reshape(-1)[places] = blocks
+        self._held[slots[changed]] = _before_null(self._host[slots[changed]])  # further columns are from before
+        return np.stack([places, blocks], axis=1).astype(np.int32)
+
+
+def _before_null(tables: I32) -> I32:
+    """Blocks of each table before its first null block."""
+    null = tables == 0
+    held: I32 = np.where(null.any(axis=1), null.argmax(axis=1), tables.shape[1])
+    return held
+
+
 class Slots:
-    """token_table: device i32[max_slots, max_seq_len]; counted i32[max_slots]: tokens whose K and V are in place.
+    """token_table: device i32[max_slots + 1, max_seq_len]; counted i32[max_slots]: tokens whose K and V are in place.
 
     What is counted is known when a step is enqueued: the host need not ask the GPU.
     """
 
-    def __init__(self, cuda: Any, token_table: Array, stream: int) -> None:
-        max_slots, max_seq_len = token_table.shape
+    def __init__(self, cuda: Any, token_table: Array, block_tables: Array, stream: int) -> None:
+        """block_tables: i32[max_slots + 1, widest]; zeros as soon as the stream comes to what is enqueued next."""
+        self.nobody, max_seq_len = token_table.shape[0] - 1, token_table.shape[1]
         self.token_table = token_table
-        self.counted: I32 = np.zeros(max_slots, np.int32)
-        self.options = DrawOptions(max_slots)
+        self.tables = BlockTables(block_tables)
+        self.counted: I32 = np.zeros(self.nobody, np.int32)
+        self.options = DrawOptions(self.nobody)
         self._cuda = cuda
         self._stream = stream
         self._ring = PinnedRing(cuda, 2, max(MIN_STAGING, 4 * max_seq_len))
@@ -33,7 +81,7 @@ class Slots:
 
     def bind(self, slot: int, token_ids: I32, options: SlotOptions) -> None:
         """Enqueue the copy of the tokens, i32, into the slot's row. ValueError where slot or tokens do not fit."""
-        max_slots, max_seq_len = self.token_table.shape
+        max_slots, max_seq_len = self.nobody, self.token_table.shape[1]
         if not (0 <= slot < max_slots and len(token_ids) <= max_seq_len):
             raise ValueError(f"slot {slot} with {len(token_ids)} tokens, wanted {max_slots} slots of {max_seq_len}")
         self.counted[slot] = 0
@@ -43,10 +91,10 @@ class Slots:
             target = self.token_table.data.ptr + 4 * slot * max_seq_len
             self._cuda.memcpyAsync(target, source, token_ids.nbytes, self._cuda.memcpyHostToDevice, self._stream)
 
-    def count(self, batch: Batch, lengths: I32) -> None:
-        """A step is enqueued that brings its sequences to these lengths [S]; those without rows stay as they are."""
-        moved = np.diff(batch.query_start_loc) > 0
-        self.counted[batch.slots[moved]] = lengths[moved]
+    def count(self, slots: I32, layout: RowLayout) -> None:
+        """A step is enqueued that brings its sequences, in slots [S], to these lengths; those without rows stay."""
+        moved = layout.num_blocks > 0
+        self.counted[slots[moved]] = layout.lengths[moved]
 
     def close(self) -> None:
         self._ring.close()

@@ -1,9 +1,9 @@
-"""Which of cublasLt's algorithms is the fastest for a product: timed once on a card, and remembered on disk.
+"""What runs a product the fastest, an algorithm of cublasLt's or our own kernel: timed once on a card, and remembered.
 
-For some shapes the library's own first choice is far behind its best (docs/performance.md). Only algorithms that give
-the first one's bits are taken, so what is chosen, and whether it is remembered, changes no answer. They are compared
-and timed on numbers of our own, before a model is loaded: one with zeros or NaN would tell nothing, and others of its
-shapes use what was remembered.
+For some shapes the library's own first choice is far behind its best (docs/performance.md). Only what gives the bits of
+the first is taken, so what is chosen, and whether it is remembered, changes no answer. All are compared and timed on
+numbers of our own, before a model is loaded: one with zeros or NaN would tell nothing, and other models of its shapes
+use what was remembered.
 """
 
 from __future__ import annotations
@@ -12,23 +12,29 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from tinyvllm_cli.backends.gpu.cublas import padded_rows
+from tinyvllm_cli.backends.gpu import skinny
+from tinyvllm_cli.backends.gpu.cublas import Blas, padded_rows
 from tinyvllm_cli.backends.gpu.device import Device
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.model.parameters import Array, Parameters
 
 MAX_ROWS = 256  # what decodes; products of more rows are within 4 % of their best as the library picks them
 ROUNDS = 2  # over the weights of several layers, so that they come from memory, as in a step
-MAX_WEIGHTS = 8
+MAX_WEIGHTS = 16
 BLOCK_NUMBERS = 1 << 20  # random weights; larger matrices repeat them
 NOISE = 2.0**-9  # what is left of a sum, as a share of its terms
-CHECKED_ROWS = 16
+CHECKED_ROWS, CHECKED_COLUMNS = 16, 4096
+BEFORE = 0x3F  # every byte of a result before a product: 0.75 as float32, so that it shows where a sum starts from it
+
+Choice: TypeAlias = Callable[[], None]  # from now on a product runs this way
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +46,19 @@ class Product:
     weights: Sequence[Array]
     add: bool
 
-    def name(self, rows: int, number: int) -> str:
-        """number: of algorithms; other lists count them otherwise."""
+    def arguments(self, rows: int, weight: int = 0) -> dict[str, Any]:
+        """Of Blas.product."""
+        return {"out": self.out, "a": self.a, "weight": self.weights[weight], "rows": rows, "add": self.add}
+
+    def name(self, rows: int, among: str) -> str:
+        """among: what the choice is from; a number means something else among others."""
         (n, k), sign = self.weights[0].shape, "+" if self.add else ""
-        return f"{rows} rows {n}x{k} {self.a.dtype.name}, {sign}{self.out.dtype.name}[{self.out.shape[1]}] of {number}"
+        out = f"{sign}{self.out.dtype.name}[{self.out.shape[1]}]"
+        return f"{rows} rows {n}x{k} {self.a.dtype.name}, {out} among {among}"
 
 
 def tune(device: Device, parameters: Parameters, max_rows: int, cache: Path | None) -> None:
-    """Choose the algorithms of all products of steps of up to max_rows rows. Overwrites the device's buffers and the
+    """Choose what runs the products of steps of up to max_rows rows. Overwrites the device's buffers and the
     parameters.
 
     cache: the user's folder; None, or one that cannot be written: they are timed at each start.
@@ -57,20 +68,34 @@ def tune(device: Device, parameters: Parameters, max_rows: int, cache: Path | No
     before = dict(known)
     for product in _products(device, parameters):
         filled = False
-        counts = {padded_rows(rows, add=product.add) for rows in range(1, min(max_rows, MAX_ROWS) + 1)}
-        for rows in sorted(count for count in counts if count <= len(product.a)):
-            number = device.blas.num_algorithms(product.out, product.a, product.weights[0], rows, add=product.add)
-            if number == 0:
-                continue
-            name = product.name(rows, number)
-            if known.get(name, -1) not in range(number):
+        for rows, among, choices in _choices(device.blas, product, min(max_rows, MAX_ROWS)):
+            name = product.name(rows, among)
+            if known.get(name, -1) not in range(len(choices)):
                 if not filled:
                     _fill(device, product)
                     filled = True
-                known[name] = _fastest(device, product, rows, number)
-            _choose(device, product, rows, known[name])
+                known[name] = _fastest(device, product, rows, choices)
+            choices[known[name]]()
     if known != before:
         _write(path, known)
+
+
+def _choices(blas: Blas, product: Product, max_rows: int) -> Iterator[tuple[int, str, Sequence[Choice]]]:
+    """(rows, what the choice is from, each of that) in turn: first cublasLt's algorithms for every number of rows that
+    it is asked for, then for few rows the one that was chosen, or our own kernel.
+    """
+    row_counts = range(1, max_rows + 1)
+    for rows in sorted({padded_rows(rows, add=product.add) for rows in row_counts}):
+        if rows <= len(product.a):
+            arguments = product.arguments(rows)
+            choices = [partial(blas.choose, index, **arguments) for index in range(blas.num_algorithms(**arguments))]
+            if choices:
+                yield rows, f"{len(choices)} algorithms", choices
+    for rows in sorted({padded_rows(rows) for rows in row_counts if rows <= skinny.MAX_ROWS}):
+        arguments = product.arguments(rows)
+        if blas.offers_skinny(**arguments):
+            among = f"cublasLt and skinny {skinny.digest()}"
+            yield rows, among, [partial(blas.choose_skinny, chosen, **arguments) for chosen in (False, True)]
 
 
 def _file_name(device: Device) -> str:
@@ -110,15 +135,11 @@ def _fill(device: Device, product: Product) -> None:
     cuda.deviceSynchronize()  # copies may be under way still, and our stream waits for no other
 
 
-def _choose(device: Device, product: Product, rows: int, index: int) -> None:
-    device.blas.choose(index, product.out, product.a, product.weights[0], rows, add=product.add)
-
-
-def _fastest(device: Device, product: Product, rows: int, number: int) -> int:
-    """Of the algorithms that give the bits of the first."""
+def _fastest(device: Device, product: Product, rows: int, choices: Sequence[Choice]) -> int:
+    """Of those that give the bits of the first."""
     wanted, best, shortest = None, 0, float("inf")
-    for index in range(number):
-        _choose(device, product, rows, index)
+    for index, choose in enumerate(choices):
+        choose()
         try:
             bits = _bits(device, product, rows)
         except DeviceError:  # no room for its code, say
@@ -130,28 +151,34 @@ def _fastest(device: Device, product: Product, rows: int, number: int) -> int:
 
 
 def _bits(device: Device, product: Product, rows: int) -> bytes:
-    """Of rows all over the product, the last among them."""
+    """Of rows all over the product, the last among them, and its last columns: those before have the same weights."""
     cuda, stream, out = device.card.cuda, device.stream, product.out
-    pitch, step = out.strides[0], max(1, rows // CHECKED_ROWS)
-    cuda.memsetAsync(out.data.ptr, 0, rows * pitch, stream.ptr)
-    device.blas.product(out, product.a, product.weights[0], rows, add=product.add)
-    host = np.empty((rows // step, product.weights[0].shape[0]), out.dtype)
-    width, source, kind = host.strides[0], out.data.ptr + (step - 1) * pitch, cuda.memcpyDeviceToHost
+    pitch, step, columns = out.strides[0], max(1, rows // CHECKED_ROWS), product.weights[0].shape[0]
+    cuda.memsetAsync(out.data.ptr, BEFORE, rows * pitch, stream.ptr)
+    device.blas.product(**product.arguments(rows))
+    host = np.empty((rows // step, min(columns, CHECKED_COLUMNS)), out.dtype)
+    first = (columns - host.shape[1]) * out.dtype.itemsize
+    width, source, kind = host.strides[0], out.data.ptr + (step - 1) * pitch + first, cuda.memcpyDeviceToHost
     cuda.memcpy2DAsync(host.ctypes.data, width, source, step * pitch, width, len(host), kind, stream.ptr)
     stream.synchronize()
     return host.tobytes()
 
 
 def _time(device: Device, product: Product, rows: int) -> float:
-    """Milliseconds of the quickest round."""
-    cuda, stream = device.card.cuda, device.stream.ptr
+    """Milliseconds of the quickest round. Captured, as steps are: else the host would be slower than the card."""
+    cuda, stream = device.card.cuda, device.stream
+    stream.begin_capture()
+    try:
+        for weight in range(len(product.weights)):
+            device.blas.product(**product.arguments(rows, weight))
+    finally:
+        graph = stream.end_capture()
     start, end = cuda.eventCreate(), cuda.eventCreate()
     times = []
     for _ in range(ROUNDS):
-        cuda.eventRecord(start, stream)
-        for weight in product.weights:
-            device.blas.product(product.out, product.a, weight, rows, add=product.add)
-        cuda.eventRecord(end, stream)
+        cuda.eventRecord(start, stream.ptr)
+        graph.launch(stream)
+        cuda.eventRecord(end, stream.ptr)
         cuda.eventSynchronize(end)
         times.append(cuda.eventElapsedTime(start, end))
     cuda.eventDestroy(start)

@@ -8,25 +8,21 @@ import math
 import os
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from urllib.parse import unquote_to_bytes, urlsplit
-
-import msgspec
-import numpy as np
 
 from tinyvllm_cli.config import ModelConfig
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.checkpoint import Checkpoint
 from tinyvllm_cli.model.weights.layout import tensor_shapes
-from tinyvllm_cli.model.weights.safetensors import PREFIX, SafeTensors, open_safetensors, read_metadata
-from tinyvllm_cli.model.weights.source import TensorSource, map_file, read_ahead
+from tinyvllm_cli.model.weights.safetensors import SafeTensors, open_safetensors, read_metadata
+from tinyvllm_cli.model.weights.safetensors_writer import write_safetensors
+from tinyvllm_cli.model.weights.source import map_file
 
 MAX_COPY = 1_000_000_000  # bytes; a larger model is de-quantized at each load
 ROOM = 1_000_000_000  # bytes of the disk that a copy leaves free
 FORMAT = "2"  # a change in what a copy holds changes this, and so every key
 SAMPLES, SAMPLE = 64, 1 << 16  # pieces of the source that its key is made of, bytes of each
-ALIGNMENT = 64  # bytes; where the data of a copy begins
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -98,7 +94,8 @@ def _make_copy(checkpoint: Checkpoint, shapes: Shapes, path: Path) -> None:
         if shutil.disk_usage(path.parent).free < _nbytes(shapes) + ROOM:
             raise OSError("no room for a copy")
         try:
-            write_copy(checkpoint.tensors, shapes, part, source)
+            metadata = {"source": source.as_uri()}  # a path need not be UTF-8, a URI is
+            write_safetensors(part, shapes, checkpoint.tensors, "float32", metadata=metadata)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
@@ -114,23 +111,6 @@ def _remove_stale(folder: Path, source: Path) -> None:
         recorded = Path(os.fsdecode(unquote_to_bytes(urlsplit(uri).path)))
         if recorded == source or not recorded.is_file():
             copy.unlink()
-
-
-def write_copy(tensors: TensorSource, shapes: Shapes, path: Path, source: Path) -> None:
-    """A safetensors file of float32 tensors, written one after another; its metadata names the source."""
-    entries: dict[str, object] = {"__metadata__": {"source": source.as_uri()}}  # a path need not be UTF-8, a URI is
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + _nbytes({name: shape})
-        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
-    header = msgspec.json.encode(entries)
-    header += b" " * (-(PREFIX + len(header)) % ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(PREFIX, "little") + header)
-        for array in read_ahead(partial(tensors.read, name) for name in shapes):
-            file.write(np.ascontiguousarray(array, "<f4").data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _nbytes(shapes: Shapes) -> int:

@@ -1,0 +1,255 @@
+// Attention of a few rows of a sequence over its paged K and V: decoding, drafts.
+//
+// The formula, rows, out, q, cache, tables and group are those of prefill.cu; so are the bits of every row: what the
+// warp of prefill.cu does with one tile of a partial after another, the warps of a block here do with all its tiles at
+// once. Each has the scores of one tile; they tell each other the greatest ones, so that each knows those of the tiles
+// before its own; they leave their weights where all find them; then each has some of V's columns, and walks all tiles
+// in order. So K and V are on their way in one piece, and a chain of sums has the links of the sequential one.
+//
+//   partials  f32 [places, num_kv_heads, 16, HEAD_DIM + 2] o, m, l of each row that there is
+//   tickets   i32 [places, num_kv_heads] all 0, before and after
+//   work      i32 [items, 4] sequence (-1: nothing to do), which of its partials, place where it is left (-1: it is the
+//             only one, and the row is done), slot; partials of a sequence have places one after another
+//   starts    i32 [S + 1] first row of T of each sequence
+//   lengths   i32 [S]
+//
+// Grid (items, num_kv_heads), DECODE_WARPS warps. The last block of a sequence and head to come to its end merges all
+// partials in ascending order: which block that is shows in no bit.
+#include "tile.cuh"
+
+namespace {
+
+constexpr int DECODE_WARPS = 4;  // a tile of a partial each
+static_assert(DECODE_WARPS == PARTIAL_KEYS / TILE_KEYS, "a warp to each tile");
+// Tiles of K or V that are in shared memory at once.
+constexpr int TILES_AT_ONCE = HEAD_DIM > 128 ? 2 : DECODE_WARPS, ROUNDS = DECODE_WARPS / TILES_AT_ONCE;
+constexpr int VALUE_GROUPS = (HEAD_DIM / 16 + DECODE_WARPS - 1) / DECODE_WARPS;  // of 16 columns, of a warp at most
+constexpr int THREADS = DECODE_WARPS * WARP;
+constexpr int DECODE_BLOCKS = 4;  // least on a multiprocessor, for ptxas: left alone it goes for more, and spills
+constexpr int PARTIAL_ROW = HEAD_DIM + 2;  // floats
+
+// What warps tell each other, at the start of shared memory; tiles lie behind it.
+struct Exchange {
+    union {
+        char queries[MMA_ROWS * ROW_BYTES];                 // until all scores are there
+        uint4 weights[DECODE_WARPS][TILE_KEYS / 16][WARP];  // of each tile, as the mma takes them
+    };
+    float greatest[DECODE_WARPS][MMA_ROWS];  // scores of a tile
+    float2 sums[DECODE_WARPS][WARP];         // of a tile's weights, rows g and g + 8 of each lane
+};
+static_assert(sizeof(Exchange) % 128 == 0, "tiles start at a multiple of 128 bytes");
+
+// What a lane has of the 16 rows: m and l of rows g and g + 8, o of this warp's columns.
+struct Attended {
+    float m[2], l[2], o[VALUE_GROUPS][2][4];
+};
+
+// K and V of a partial, tile by tile into shared memory.
+struct Tiles {
+    Copier<DECODE_WARPS> copier;
+    int first, count;
+    int ids[DECODE_WARPS];
+
+    __device__ __forceinline__ Tiles(const Keys& keys, int first)
+        : first(first), count(min((keys.end - first + TILE_KEYS - 1) / TILE_KEYS, DECODE_WARPS)) {
+#pragma unroll
+        for (int tile = 0; tile < DECODE_WARPS; tile++) ids[tile] = copier.find(keys, first + tile * TILE_KEYS);
+    }
+    // K (offset 0) or V of a round's tiles.
+    __device__ __forceinline__ void load(u32 target, const Keys& keys, int offset, int round) const {
+#pragma unroll
+        for (int i = 0; i < TILES_AT_ONCE; i++) {
+            int tile = round * TILES_AT_ONCE + i;
+            if (tile >= count) break;
+            copier.copy(target + i * TILE_BYTES, keys.k(ids[tile]) + offset, first + tile * TILE_KEYS, keys.end);
+        }
+        commit_copies();
+    }
+};
+
+// The scores of this warp's tile, and for all warps the greatest of each row; K has been read at the return.
+__device__ __forceinline__ void score_partial(Scores& s, Exchange& shared, u32 place, const Rows& rows,
+                                              const Keys& keys, const Tiles& tiles) {
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, key = tiles.first + warp * TILE_KEYS;
+    int position[2] = {rows.position_of(lane / 4), rows.position_of(lane / 4 + 8)};
+    u32 q = shared_address(shared.queries);
+    load_queries<MMA_ROWS>(q, rows);  // joins the first copies
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) {
+        tiles.load(place, keys, 0, round);
+        wait_for_copies<0>();
+        __syncthreads();
+        if (warp / TILES_AT_ONCE == round && warp < tiles.count) {
+            score_tile(s, q, place + warp % TILES_AT_ONCE * TILE_BYTES, key, position,
+                       key + TILE_KEYS > rows.position + 1);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float m = greatest(minus_infinity(), s, r);
+                if (lane % 4 == 0) shared.greatest[warp][lane / 4 + 8 * r] = m;
+            }
+        }
+        __syncthreads();
+    }
+}
+
+// Leave this warp's weights, and their sums, where all find them.
+__device__ __forceinline__ void share_weights(Exchange& shared, Scores& s, const float (&m)[2], float scale) {
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    float low = weigh(s, 0, m[0], scale), high = weigh(s, 1, m[1], scale);
+    shared.sums[warp][lane] = make_float2(low, high);
+#pragma unroll
+    for (int k = 0; k < TILE_KEYS / 16; k++) {
+        u32 a[4];
+        round_weights(a, s, k);
+        shared.weights[warp][k][lane] = make_uint4(a[0], a[1], a[2], a[3]);
+    }
+}
+
+// l and o go on by one tile, whose V lies at v.
+__device__ __forceinline__ void add_tile(Attended& p, const Exchange& shared, int tile, u32 v,
+                                         const float (&shrinks)[2]) {
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    float2 sums = shared.sums[tile][lane];
+    p.l[0] = __fmaf_rn(p.l[0], shrinks[0], sums.x);
+    p.l[1] = __fmaf_rn(p.l[1], shrinks[1], sums.y);
+#pragma unroll
+    for (int i = 0; i < VALUE_GROUPS; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) p.o[i][half][j] = __fmul_rn(p.o[i][half][j], shrinks[j / 2]);
+#pragma unroll
+    for (int k = 0; k < TILE_KEYS / 16; k++) {
+        uint4 weights = shared.weights[tile][k][lane];
+        u32 a[4] = {weights.x, weights.y, weights.z, weights.w};
+#pragma unroll
+        for (int i = 0; i < VALUE_GROUPS; i++) {
+            int group = warp + i * DECODE_WARPS;
+            if (group * 16 < HEAD_DIM) add_values(p.o[i][0], p.o[i][1], a, value_place(v, group) + k * 16 * ROW_BYTES);
+        }
+    }
+}
+
+__device__ __forceinline__ Attended attend_partial(Exchange& shared, const Rows& rows, const Keys& keys, int first,
+                                                   float scale) {
+    int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4;
+    u32 place = shared_address(&shared) + sizeof(Exchange);  // of K and then of V: so more blocks have room
+    Tiles tiles(keys, first);
+    Scores s;
+    score_partial(s, shared, place, rows, keys, tiles);
+    tiles.load(place, keys, keys.to_values, 0);
+    Attended p = {{minus_infinity(), minus_infinity()}};
+    float own_m[2], shrinks[DECODE_WARPS][2];
+#pragma unroll
+    for (int tile = 0; tile < DECODE_WARPS; tile++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float before = p.m[r];
+            if (tile < tiles.count) p.m[r] = fmaxf(before, shared.greatest[tile][row + 8 * r]);
+            shrinks[tile][r] = shrink(before, p.m[r], scale);
+            if (tile == warp) own_m[r] = p.m[r];
+        }
+    if (warp < tiles.count) share_weights(shared, s, own_m, scale);
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) {
+        if (round > 0) {
+            __syncthreads();  // before the place of V is filled again
+            tiles.load(place, keys, keys.to_values, round);
+        }
+        wait_for_copies<0>();
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < TILES_AT_ONCE; i++) {
+            int tile = round * TILES_AT_ONCE + i;
+            if (tile < tiles.count) add_tile(p, shared, tile, place + i * TILE_BYTES, shrinks[tile]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) p.l[r] = sum_of_row(p.l[r]);
+    return p;
+}
+
+// put(r, column, x, y) for all pairs of neighbours in o of rows g (r = 0) and g + 8 (1), where they are.
+template <typename Put>
+__device__ __forceinline__ void for_pairs(const Attended& p, const Rows& rows, Put put) {
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (lane / 4 + 8 * r >= rows.count) continue;
+#pragma unroll
+        for (int i = 0; i < VALUE_GROUPS; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int column = (warp + i * DECODE_WARPS) * 16 + half * 8 + lane % 4 * 2;
+                if (column < HEAD_DIM) put(r, column, p.o[i][half][2 * r], p.o[i][half][2 * r + 1]);
+            }
+    }
+}
+
+// Whether this block is the last of `count` to come here; it then sees what the others wrote before.
+__device__ __forceinline__ bool last_to_come(int* ticket, int count) {
+    bool last = false;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(ticket, 1) == count - 1;
+        if (last) *ticket = 0;  // for the next launch
+        __threadfence();
+    }
+    return __syncthreads_or(last);
+}
+
+// Partials of a sequence in ascending order; `partials` points at its first, the others are `next` floats apart.
+__device__ __forceinline__ void merge_partials(const Rows& rows, const float* partials, size_t next, int count,
+                                               float scale) {
+    for (int i = threadIdx.x; i < rows.count * HEAD_DIM; i += THREADS) {
+        int row = i / HEAD_DIM, column = i % HEAD_DIM;
+        const float* p = partials + row * PARTIAL_ROW;
+        float m = minus_infinity(), l = 0.f, o = 0.f;
+#pragma unroll 4
+        for (int n = 0; n < count; n++, p += next) {
+            MergeWeights w = merge_weights(m, __ldcg(p + HEAD_DIM), scale);
+            m = w.m;
+            l = merged(l, __ldcg(p + HEAD_DIM + 1), w);
+            o = merged(o, __ldcg(p + column), w);
+        }
+        rows.out[rows.offset(row) + column] = from_float(normalized(o, l));
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS)
+    attend_decode(elem* out, float* partials, int* tickets, const elem* q, const elem* cache, const int* work,
+                  const int* starts, const int* lengths, const int* tables, int num_heads, int num_kv_heads,
+                  int table_width, int layer, int num_layers, float scale) {
+    extern __shared__ __align__(128) char memory[];
+    start_next_kernel();
+    const int* item = work + blockIdx.x * 4;
+    int sequence = item[0], which = item[1], place = item[2], head = blockIdx.y, first = which * PARTIAL_KEYS;
+    if (sequence < 0) return wait_for_kernel_before();
+    int length = lengths[sequence], first_row = starts[sequence], num_rows = starts[sequence + 1] - first_row;
+    Rows rows = make_rows(out, q, first_row, num_rows, length - num_rows, head, num_heads, num_kv_heads);
+    Keys keys = make_keys(cache, tables, item[3], table_width, length, head, num_kv_heads, layer, num_layers);
+    wait_for_kernel_before();
+    Attended p = attend_partial(*(Exchange*)memory, rows, keys, first, scale);
+    if (place < 0) {
+        int row = threadIdx.x % WARP / 4;
+        elem* target[2] = {rows.out + rows.offset(row), rows.out + rows.offset(row + 8)};
+        for_pairs(p, rows, [&](int r, int column, float x, float y) {
+            *(u32*)(target[r] + column) = pack(normalized(x, p.l[r]), normalized(y, p.l[r]));
+        });
+        return;
+    }
+    size_t next = (size_t)num_kv_heads * MMA_ROWS * PARTIAL_ROW;
+    float* of_head = partials + (size_t)head * MMA_ROWS * PARTIAL_ROW;
+    float* target = of_head + place * next + threadIdx.x % WARP / 4 * PARTIAL_ROW;
+    for_pairs(p, rows, [&](int r, int column, float x, float y) {
+        float* row = target + r * 8 * PARTIAL_ROW;
+        *(float2*)(row + column) = make_float2(x, y);
+        if (column == 0) row[HEAD_DIM] = p.m[r], row[HEAD_DIM + 1] = p.l[r];
+    });
+    int count = (length + PARTIAL_KEYS - 1) / PARTIAL_KEYS, first_place = place - which;
+    if (last_to_come(tickets + first_place * num_kv_heads + head, count))
+        merge_partials(rows, of_head + first_place * next, next, count, scale);
+}

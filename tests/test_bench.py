@@ -1,0 +1,227 @@
+"""`tinyvllm bench` on a tiny model: its table, its files, and what it refuses before anything is measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from command import read_answers, run_here, strict_json, write_lines
+
+from tinyvllm_cli.backends.timing import open_timing
+from tinyvllm_cli.bench import bench
+from tinyvllm_cli.bench.figures import median_trial
+from tinyvllm_cli.bench.meter import Meter
+from tinyvllm_cli.bench.runner import run_trial
+from tinyvllm_cli.bench.start import StartTimes
+from tinyvllm_cli.bench.table import table_rows
+from tinyvllm_cli.bench.workloads import NAMED, random_requests
+from tinyvllm_cli.cli.options import RANDOM_WEIGHTS
+from tinyvllm_cli.config import EngineOptions
+from tinyvllm_cli.load import open_engine
+from tinyvllm_cli.model import presets
+from tinyvllm_cli.types import Completion, Request
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+LINES = [{"custom_id": i, "prompt": "Count! " * (1 + i % 3), "max_tokens": 3 + 4 * (i % 3)} for i in range(7)]
+CPU = ("--backend", "cpu", "--threads", "1")
+
+
+@pytest.fixture
+def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processes of their own are started."""
+    monkeypatch.setattr(bench, "time_start", lambda *arguments: StartTimes(2.5, 1.25))
+
+
+@pytest.fixture
+def said(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, standard output and standard error of a command."""
+
+    def call(*args: str | Path) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = run_here(*args)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run of a file of prompts leaves: the result, the trace, and what it printed."""
+    folder = tmp_path_factory.mktemp("bench")
+    source = write_lines(folder / "in.jsonl", LINES)
+    files = ("--json", folder / "out.json", "--trace", folder / "trace.json")
+    with pytest.MonkeyPatch.context() as patch:
+        shown: list[str] = []
+        patch.setattr("builtins.print", lambda *values, **options: shown.append(" ".join(map(str, values))))
+        assert run_here("bench", "--workload", source, "-m", tiny, *files, "--slots", "3", *CPU) == 0
+    found = {name: strict_json((folder / f"{name}.json").read_bytes()) for name in ("out", "trace")}
+    return {**found, "shown": shown, "source": source}
+
+
+def test_the_table_has_the_figures_of_the_file(result):
+    rows = {figure: (value, beside) for figure, value, beside in table_rows(result["out"])}
+    printed = {columns[0]: columns[1:] for line in result["shown"] if len(columns := re.split(r"\s{2,}", line)) > 1}
+    for figure, (value, beside) in rows.items():
+        assert printed[figure] == [text for text in (value, beside) if text], figure
+    figures, limit = result["out"]["figures"], result["out"]["limit"]
+    median = float(rows["output tokens/s"][0].split()[0].replace(",", ""))
+    assert median == pytest.approx(figures["tokens_per_s"]["median"], rel=1e-3, abs=0.06)
+    assert float(rows["output tokens/s"][1].split()[-1].replace(",", "")) == pytest.approx(
+        limit["tokens_per_s"], rel=1e-3, abs=0.06
+    )
+    first, again = (rows[f"start to first token, {when}"][0] for when in ("first time", "again"))
+    assert [float(first.split()[0]), float(again.split()[0])] == [
+        pytest.approx(result["out"]["start"][name], abs=6e-4) for name in ("first_s", "again_s")
+    ]
+
+
+def test_the_tokens_of_the_figure_are_those_of_a_run(result, tiny: Path, tmp_path: Path):
+    assert run_here("run", result["source"], "-m", tiny, "-o", tmp_path / "out.jsonl", *CPU) == 0
+    usages = [answer["usage"] for answer in read_answers(tmp_path / "out.jsonl")]
+    prompt, output = (sum(usage[f"{side}_tokens"] for usage in usages) for side in ("prompt", "completion"))
+    found = result["out"]
+    assert (found["workload"]["prompt_tokens"], found["workload"]["output_tokens"]) == (prompt, output)
+    for trial in found["trials"]:
+        assert (trial["prompt_tokens"], trial["output_tokens"]) == (prompt, output)
+        assert trial["tokens_per_s"] == pytest.approx(output / trial["seconds"])
+
+
+def test_figures_are_medians_of_the_trials_beside_the_limit(result):
+    found = result["out"]
+    trials, limit, rates = found["trials"], found["limit"], found["rates"]
+    assert len(trials) == 3
+    for name, spread in found["figures"].items():
+        values = sorted(trial[name] for trial in trials)
+        assert [spread[each] for each in ("least", "median", "most")] == values, name
+    for trial in trials:
+        assert trial["of_limit"] == pytest.approx(limit["seconds"] / trial["seconds"])
+        assert trial["of_read_rate"] == pytest.approx(limit["bytes"] / trial["seconds"] / rates["read"])
+        assert trial["of_product_rate"] == pytest.approx(limit["flops"] / trial["seconds"] / rates["product"])
+        assert sum(trial[f"{kind}_steps"] for kind in ("prompt", "mixed", "decode")) == trial["steps"]
+        assert 0 < trial["host_ms"] < trial["step_ms"] and 0 < trial["busy"] <= 1
+    assert limit["steps"] <= min(trial["steps"] for trial in trials)
+    assert found["limits"]["max_slots"] == 3 and found["memory"]["used_bytes"] > 0
+    assert found["start"]["first_s"] > 0 and found["start"]["again_s"] > 0
+
+
+def test_the_trace_is_of_the_trial_in_the_middle_and_its_spans_nest(result):
+    found, events = result["out"], result["trace"]["traceEvents"]
+    middle = sorted(found["trials"], key=lambda trial: trial["seconds"])[1]
+    steps = [event for event in events if event["ph"] == "X" and "step" in event["args"]]
+    assert len(steps) == middle["steps"]
+    assert sum(event["args"]["prompt_rows"] for event in steps) == middle["prompt_tokens"]
+    computed = middle["output_tokens"] - len(LINES)  # the last token of an answer is not fed back
+    assert sum(event["args"]["decode_rows"] for event in steps) == computed
+    assert all(event["args"]["device_ms"] == pytest.approx(event["dur"] / 1e3) for event in steps)
+    _follow_each_other(steps)
+
+    requests = [event for event in events if event["ph"] == "X" and "e2e_s" in event["args"]]
+    assert sum(event["args"]["completion_tokens"] for event in requests) == middle["output_tokens"]
+    assert {event["tid"] for event in requests} == {0, 1, 2}
+    for slot in range(3):
+        _follow_each_other([event for event in requests if event["tid"] == slot])
+    queue = {event["name"]: {} for event in events if event["ph"] == "b"}
+    for event in events:
+        if event["ph"] in ("b", "e"):
+            queue[event["name"]][event["ph"]] = event["ts"]
+    for event in requests:
+        _is_made_of_its_stats(event, queue[event["name"]], events)
+
+
+def test_the_trial_in_the_middle_is_the_one_of_the_median_or_the_quicker_of_two():
+    trials = [SimpleNamespace(seconds=seconds) for seconds in (3.0, 1.0, 2.5, 9.0)]
+    assert [median_trial(trials[:count]).seconds for count in (1, 2, 3, 4)] == [3.0, 1.0, 2.5, 2.5]
+
+
+def _follow_each_other(events: list[dict[str, Any]]) -> None:
+    ordered = sorted(events, key=lambda event: event["ts"])
+    for before, after in pairwise(ordered):
+        assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+
+
+def _is_made_of_its_stats(event: dict[str, Any], queue: dict[str, float], events: list[dict[str, Any]]) -> None:
+    """Queue, then the slot's span, in which that of the first token and that of the others lie end to end."""
+    stats, begin, end = event["args"], event["ts"], event["ts"] + event["dur"]
+    assert queue["e"] - queue["b"] == pytest.approx(1e6 * stats["queue_s"], abs=0.1)
+    assert queue["e"] == pytest.approx(begin) and end - queue["b"] == pytest.approx(1e6 * stats["e2e_s"], abs=0.1)
+    inside = [
+        other
+        for other in events
+        if other["ph"] == "X" and (other["pid"], other["tid"]) == (event["pid"], event["tid"]) and other is not event
+        if begin - 1e-3 <= other["ts"] and other["ts"] + other["dur"] <= end + 1e-3
+    ]
+    assert [other["name"] for other in inside] == ["first token", "decode"]
+    assert inside[0]["ts"] + inside[0]["dur"] - queue["b"] == pytest.approx(1e6 * stats["ttft_s"], abs=0.1)
+    assert sum(other["dur"] for other in inside) == pytest.approx(event["dur"], abs=0.1)
+
+
+def test_answers_are_those_without_a_clock_around_the_backend(tiny: Path):
+    options = EngineOptions(slots=3, threads=1)
+    with closing(open_engine(str(tiny), backend="cpu", config=options, report=print)) as loaded:
+        requests = random_requests([5, 40, 3, 17, 9], [4, 1, 12, 7, 3], num_ids=200)
+        for request in requests:
+            loaded.engine.add(request)
+        plain: dict[int, Completion] = {}
+        while not loaded.engine.idle:
+            plain |= {event.request_id: event for event in loaded.engine.step() if isinstance(event, Completion)}
+        timing = open_timing(loaded.backend, 1)
+        meter = Meter(loaded.backend, timing)
+        trial = run_trial(meter, timing, loaded.codec, requests, eos_token_ids=(), hold=nullcontext)
+    assert [timed.completion.choices for timed in trial.requests] == [plain[i].choices for i in range(len(requests))]
+    assert trial.output_tokens == 27 and trial.counts == {}
+
+
+# ---------------------------------------------------------------- models and workloads
+
+
+TINY_PRESET = {
+    **presets.PRESETS["smollm2-135m"],
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+@pytest.fixture
+def small_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presets, "PRESETS", {"smollm2-135m": TINY_PRESET})
+    monkeypatch.setattr("tinyvllm_cli.model.random_weights.PRESETS", {"smollm2-135m": TINY_PRESET})
+
+
+@pytest.mark.usefixtures("small_presets")
+def test_random_weights_are_measured_and_written_as_a_model(said, tmp_path: Path):
+    folder, out = tmp_path / "model", tmp_path / "out.json"
+    options = ("--random-weights", "smollm2-135m", "--trials", "1", "--json", out, *CPU)
+    code, shown, errors = said("bench", *options, "--write", folder)
+    assert (code, errors) == (0, "")
+    found = json.loads(out.read_bytes())
+    assert found["workload"]["output_tokens"] == 256 and found["start"]["first_s"] > 0
+    assert len(list(folder.glob("*.safetensors"))) == 2
+    code, shown, errors = said("bench", "-m", folder, "--trials", "1", *CPU)
+    assert code == 0 and "start to first token, again" in shown
+    code, shown, errors = said("bench", *options)
+    assert code == 0 and "not measured" in shown and json.loads(out.read_bytes())["start"] is None
+
+
+@pytest.mark.usefixtures("no_start")
+def test_prompts_of_the_prefix_workload_share_what_the_result_says(said, tiny: Path, tmp_path: Path, monkeypatch):
+    def few(name: str, num_ids: int) -> list[Request]:
+        return random_requests([20, 22, 21], [2, 3, 2], num_ids=num_ids, shared_prefix_tokens=16)
+
+    monkeypatch.setattr(bench, "named_requests", few)
+    out = tmp_path / "out.json"
+    assert said("bench", "--workload", "prefix", "-m", tiny, "--json", out, *CPU)[0] == 0
+    workload = json.loads(out.read_bytes())["workload"]
+    assert (workload["prompt_tokens"], workload["output_tokens"], workload["shared_tokens"]) == (63, 7, 16)
+
+
+def test_the_names_of_the_options_are_those_of_the_files():
+    lengths = json.loads((Path(bench.__file__).parent / "workloads.json").read_text())
+    assert tuple(lengths) == NAMED and tuple(presets.PRESETS) == RANDOM_WEIGHTS

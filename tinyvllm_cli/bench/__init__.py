@@ -1,0 +1,1 @@
+"""`tinyvllm bench`: workloads through the engine of a run, beside the limit that the machine sets."""

@@ -1,0 +1,94 @@
+"""The trials of one workload on one model: rates of the machine, a warm-up, then what counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from tinyvllm_cli.backends.timing import Rates, Timing, open_timing
+from tinyvllm_cli.bench.limit import Limit, compute_limit
+from tinyvllm_cli.bench.meter import Meter
+from tinyvllm_cli.bench.runner import Hold, Trial, run_trial
+from tinyvllm_cli.bench.subject import Subject
+from tinyvllm_cli.bench.workloads import NAMED, Lengths, shared_tokens
+from tinyvllm_cli.errors import UsageError
+from tinyvllm_cli.types import Request
+
+ELEM_BYTES = {"cpu": 4, "gpu": 2}  # of a weight, and of an element of K and V
+
+Say = Callable[[str], None]
+
+
+def silent(line: str) -> None:
+    """A Say that nobody hears."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    rates: Rates
+    lengths: Lengths
+    limit: Limit
+    trials: list[Trial]
+    memory_used: int  # bytes, after the trials
+
+
+def measure(
+    subject: Subject, workload: str, requests: Sequence[Request], num_trials: int, *, hold: Hold, say: Say
+) -> Measured:
+    """One trial that does not count, in which graphs and libraries come to be, then num_trials of them.
+
+    say: gets a line for each part. Errors as of run_trial; UsageError where the workload does not fit the context, or
+    makes no token.
+    """
+    if workload in NAMED:  # what is too long in a file, the engine says
+        _check_context(workload, requests, subject.backend.limits.max_seq_len)
+    with closing(open_timing(subject.backend, subject.engine.threads)) as timing:
+        say("measuring the rates of the machine")
+        rates = timing.rates()
+        trials = _run(subject, timing, workload, requests, num_trials, hold, say)
+        memory_used = timing.memory_used()
+    lengths = _lengths(subject, requests, trials[0])
+    limit = compute_limit(
+        subject.config,
+        list(zip(lengths.prompts, lengths.outputs, strict=True)),
+        elem_bytes=ELEM_BYTES[subject.backend.facts.name],
+        slots=subject.backend.limits.max_slots,
+        rates=rates,
+        shared=lengths.shared,
+    )
+    return Measured(rates, lengths, limit, trials, memory_used)
+
+
+def _run(
+    subject: Subject, timing: Timing, workload: str, requests: Sequence[Request], num_trials: int, hold: Hold, say: Say
+) -> list[Trial]:
+    meter = Meter(subject.backend, timing)
+    trials: list[Trial] = []
+    for number in range(num_trials + 1):
+        trial = run_trial(meter, timing, subject.codec, requests, eos_token_ids=subject.eos_token_ids, hold=hold)
+        if not trial.output_tokens:
+            raise UsageError(f"{workload} asks for no token: there is nothing to measure")
+        name = f"trial {number} of {num_trials}" if number else "warm-up"
+        say(f"{workload}, {name}: {trial.output_tokens / trial.seconds:,.1f} tokens/s")
+        trials.append(trial)
+    return trials[1:]
+
+
+def _check_context(workload: str, requests: Sequence[Request], context: int) -> None:
+    """Each request is to run to its last token: a shorter answer would be another workload."""
+    longest = max(len(request.prompt_token_ids or ()) + request.params.max_tokens for request in requests)
+    if longest > context:
+        raise UsageError(
+            f"the workload {workload} has a request of {longest} tokens, prompt and answer together, and the context "
+            f"holds {context}: raise --max-model-len where model and memory allow it, or give another model"
+        )
+
+
+def _lengths(subject: Subject, requests: Sequence[Request], trial: Trial) -> Lengths:
+    usages = [timed.completion.usage for timed in trial.requests]
+    return Lengths(
+        prompts=tuple(usage.prompt_tokens for usage in usages if usage),
+        outputs=tuple(usage.completion_tokens for usage in usages if usage),
+        shared=shared_tokens(map(subject.codec.encode, requests)),
+    )

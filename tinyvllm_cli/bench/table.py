@@ -1,0 +1,147 @@
+"""The result of a benchmark as a table: for a terminal in a frame, else in plain columns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tinyvllm_cli.io.said import printable
+from tinyvllm_cli.model.storage import format_bytes
+
+Row = tuple[str, str, str]
+HEAD: Row = ("figure", "median (least - most)", "beside it")
+
+Form = Callable[[float], str]
+
+
+def print_result(result: Mapping[str, Any]) -> None:
+    """On standard output."""
+    lines = [printable(line) for line in _about(result)]
+    rows = [tuple(map(printable, row)) for row in table_rows(result)]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*HEAD)
+        for row in rows:
+            table.add_row(*map(Text, row))  # a Text holds no markup and no :emoji:
+        console = Console()
+        for line in lines:
+            console.print(Text(line))
+        console.print(table)
+        return
+    for line in lines:
+        print(line, flush=True)  # at once, so that a reader who is gone is noticed here
+    _print_columns([HEAD, *rows])
+
+
+def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for figure, value, beside in rows:
+        print(f"{figure:{widths[0]}}  {value:{widths[1]}}  {beside}".rstrip(), flush=True)
+
+
+def _about(result: Mapping[str, Any]) -> Iterable[str]:
+    """What was measured on what."""
+    model, backend, limits, workload = (result[name] for name in ("model", "backend", "limits", "workload"))
+    yield (
+        f"{model['name']}, {backend['dtype']} on the {backend['device']}, {limits['max_slots']} slots, steps of "
+        f"{limits['max_batch_tokens']} rows, context {limits['max_seq_len']}"
+    )
+    yield (
+        f"workload {workload['name']}: {workload['requests']:,} requests, {workload['prompt_tokens']:,} tokens in, "
+        f"{workload['output_tokens']:,} out; trials: {len(result['trials'])}, after one that does not count"
+    )
+    versions = {name: value for name, value in backend.items() if isinstance(value, str) and name not in SHOWN}
+    yield ", ".join(["tinyvllm " + result["tinyvllm"], *(f"{name} {value}" for name, value in versions.items())])
+
+
+SHOWN = {"name", "device", "dtype"}
+
+
+def table_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Every figure of the result, as it is shown."""
+    return [*_speed(result), *_steps(result), *_machine(result), *_start(result), *_kernels(result)]
+
+
+def _speed(result: Mapping[str, Any]) -> list[Row]:
+    figures, limit, rates = result["figures"], result["limit"], result["rates"]
+    return [
+        _row("output tokens/s", figures["tokens_per_s"], _amount, f"limit {_amount(limit['tokens_per_s'])}"),
+        _row("of the limit", figures["of_limit"], _share),
+        _row("seconds", figures["seconds"], _seconds, f"limit {_seconds(limit['seconds'])}"),
+        _row("of the read rate", figures["of_read_rate"], _share, _rate(rates["read"], "B/s")),
+        _row("of the product rate", figures["of_product_rate"], _share, _rate(rates["product"], "FLOP/s")),
+        _row("TTFT p50", figures["ttft_p50_s"], _seconds, "queue included"),
+        _row("TTFT p99", figures["ttft_p99_s"], _seconds),
+        _row("TPOT p50", figures["tpot_p50_ms"], _milliseconds),
+        _row("TPOT p99", figures["tpot_p99_ms"], _milliseconds),
+    ]
+
+
+def _steps(result: Mapping[str, Any]) -> list[Row]:
+    figures, limit = result["figures"], result["limit"]
+    kinds = ", ".join(f"{_median(figures[f'{kind}_steps'])} {kind}" for kind in ("decode", "mixed", "prompt"))
+    return [
+        _row("steps", figures["steps"], _amount, f"{kinds}; limit {limit['steps']:,}"),
+        _row("a step", figures["step_ms"], _milliseconds),
+        _row("host, a step", figures["host_ms"], _milliseconds, "but for waiting"),
+        _row("device busy", figures["busy"], _share, "middle 80 % of the steps"),
+        _row("slots busy", figures["mean_slots_busy"], "{:.1f}".format, f"of {result['limits']['max_slots']}"),
+    ]
+
+
+def _machine(result: Mapping[str, Any]) -> list[Row]:
+    memory, most = result["memory"], result["limits"]["num_blocks"] - 1
+    planned = memory["planned_bytes"]
+    return [
+        _row("KV blocks at the peak", result["figures"]["peak_blocks"], _amount, f"of {most:,}"),
+        ("memory in use", format_bytes(memory["used_bytes"]), f"{format_bytes(planned)} planned" if planned else ""),
+    ]
+
+
+def _start(result: Mapping[str, Any]) -> list[Row]:
+    start = result["start"]
+    if start is None:
+        return [("start to first token", "not measured", "needs files: -m, or --write")]
+    return [
+        ("start to first token, first time", _seconds(start["first_s"]), "own process, empty cache"),
+        ("start to first token, again", _seconds(start["again_s"]), "with what that one kept"),
+    ]
+
+
+def _kernels(result: Mapping[str, Any]) -> list[Row]:
+    return [(f"launches of {name}", f"{count:,}", "") for name, count in result["kernels"].items()]
+
+
+def _row(figure: str, spread: Mapping[str, float] | None, form: Form, beside: str = "") -> Row:
+    if spread is None:
+        return figure, "-", beside
+    median, least, most = (form(spread[name]) for name in ("median", "least", "most"))
+    return figure, median if least == most else f"{median} ({least} - {most})", beside
+
+
+def _median(spread: Mapping[str, float]) -> str:
+    return _amount(spread["median"])
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:,.1f}"
+
+
+def _rate(value: float, unit: str) -> str:
+    return f"{value / 1e12:.3g} T{unit}" if value >= 1e12 else f"{value / 1e9:.3g} G{unit}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}".replace("%", " %")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.3f} ms"
