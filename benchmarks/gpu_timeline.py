@@ -131,9 +131,12 @@ def kernel_works(c: ModelConfig, batch: Batch) -> dict[str, Work]:
 # ---------------------------------------------------------------- steps
 
 
-def equal_rows(slots: I32, rows_each: int, computed: int, num_ids: int) -> Batch:
-    """A step of as many rows of every slot, the last of each sampled; blocks stand where the slot's number says."""
-    each = -(-max(CONTEXT + 1, PROMPT) // BLOCK_SIZE)
+def equal_rows(slots: I32, rows_each: int, computed: int, num_ids: int, *, room: int) -> Batch:
+    """A step of as many rows of every slot, the last of each sampled; blocks stand where the slot's number says.
+
+    room: tokens that a slot has blocks for.
+    """
+    each = -(-room // BLOCK_SIZE)
     width = -(-(computed + rows_each) // BLOCK_SIZE)
     starts = np.arange(len(slots) + 1, dtype=np.int32) * np.int32(rows_each)
     ids = np.random.default_rng(0).integers(0, num_ids, starts[-1]).astype(np.int32)
@@ -148,6 +151,11 @@ def equal_rows(slots: I32, rows_each: int, computed: int, num_ids: int) -> Batch
     )
 
 
+def room() -> int:
+    """Tokens of a slot in any of the steps."""
+    return max(CONTEXT + 1, PROMPT)
+
+
 def fill_context(backend: GpuBackend, slots: I32) -> None:
     """K and V of CONTEXT tokens of every slot."""
     limits = backend.limits
@@ -155,7 +163,7 @@ def fill_context(backend: GpuBackend, slots: I32) -> None:
         backend.bind(slot, [1], SlotOptions())
     together = limits.max_batch_tokens // CONTEXT
     for low in range(0, len(slots), together):
-        backend.step(equal_rows(slots[low : low + together], CONTEXT, 0, limits.vocab_size)).result()
+        backend.step(equal_rows(slots[low : low + together], CONTEXT, 0, limits.vocab_size, room=room())).result()
 
 
 def time_kernels(backend: GpuBackend, timing: GpuTiming, batch: Batch) -> Shares:
@@ -223,7 +231,7 @@ def main() -> None:
         steps = [(f"decode, {rows} rows after {CONTEXT}", rows, 1, CONTEXT) for rows in options.rows]
         for title, count, rows_each, computed in [*steps, (f"{PROMPTS} prompts of {PROMPT}", PROMPTS, PROMPT, 0)]:
             slots = np.arange(count, dtype=np.int32)
-            batch = equal_rows(slots, rows_each, computed, backend.limits.vocab_size)
+            batch = equal_rows(slots, rows_each, computed, backend.limits.vocab_size, room=room())
             shares = time_kernels(backend, timing, batch)
             print("", *lines(title, shares, time_step(backend, timing, batch), rates), sep="\n", flush=True)
         timing.close()

@@ -87,9 +87,10 @@ __device__ __forceinline__ Keys make_keys(const elem* cache, const int* tables, 
 template <int WARPS>
 struct Copier {
     static constexpr int TEAM = WARPS * WARP / TILE_BLOCKS, CHUNKS = BLOCK_SIZE * ROW_CHUNKS;
-    static constexpr int COPIES = (CHUNKS + TEAM - 1) / TEAM;
+    static constexpr int COPIES = CHUNKS / TEAM;
     static constexpr int UNROLL = COPIES > 8 ? 4 : COPIES;  // the addresses of more take too many registers
     static_assert(WARPS % TILE_BLOCKS == 0, "whole warps to a KV block, so that it is looked up once for all");
+    static_assert(CHUNKS % TEAM == 0, "as many copies for each thread");
     u32 block = threadIdx.x / TEAM, chunk = threadIdx.x % TEAM;  // which of the tile's, the first of its chunks
 
     // The KV block of the tile from key `first` on.
@@ -107,10 +108,8 @@ struct Copier {
         target += block * BLOCK_SIZE * ROW_BYTES;
         source += own * ELEMS_PER_16B;
 #pragma unroll UNROLL
-        for (int n = 0; n < COPIES; n++) {
-            if (CHUNKS % TEAM && own + n * TEAM >= CHUNKS) break;
+        for (int n = 0; n < COPIES; n++)
             copy_async(target + place_after(own, n), source + n * TEAM * ELEMS_PER_16B, n * TEAM < left);
-        }
     }
 
     // Of chunk own + n TEAM of a block. Where rows are STEP apart, a power of 2, and the first is less than it, places

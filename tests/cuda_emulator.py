@@ -1,8 +1,9 @@
 """Run the kernels of cuda/ on the processor: their sources, compiled as C++ over tests/emulator/cuda.hpp.
 
-What that shows: wrong indices, layouts, formulas, borders, orders of sums, and what a kernel reads though nobody wrote
-it. What it cannot show: the threads of a block take turns, blocks run one after another, asynchronous copies are done
-at once and the device functions in PTX are replaced; so no races, no missing waits, nothing of a compiler or a card.
+What that shows: wrong indices, layouts, formulas, borders, orders of sums, what a kernel reads though nobody wrote it,
+or though its asynchronous copy was not waited for: it is done no earlier. What it cannot show: the threads of a block
+take turns, blocks run one after another and the device functions in PTX are replaced; so no races, no wait for a kernel
+before that comes too late, nothing of a compiler or a card.
 """
 
 from __future__ import annotations
@@ -24,14 +25,12 @@ from typing import Any
 import numpy as np
 
 from tinyvllm_cli.backends.gpu.kernels import ELEM_OPTIONS, KERNELS
+from tinyvllm_cli.backends.gpu.launch import DEFINITION
 from tinyvllm_cli.config import DtypeName
 
 CUDA = Path(__file__).parent.parent / "cuda"
 SHIM = Path(__file__).parent / "emulator" / "cuda.hpp"
 FUNCTION = re.compile(r"^(?:template <[^>]*>\n)?__device__[^;{]*\{", re.MULTILINE)
-KERNEL = re.compile(
-    r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*(?:\([^)]*\))?[^)]*\)\s+)?(\w+)\(([^)]*)\)'
-)
 SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "u32": ctypes.c_uint, "u64": ctypes.c_uint64}
 # Rounded as written: CUDA contracts a * b + c where it likes, and the kernels say where it must not matter. Fibers jump
 # between stacks, which the fortified longjmp takes for an attack.
@@ -49,7 +48,9 @@ class Emulator:
     def __init__(self, file: str | Path, dtype: DtypeName, head_dim: int) -> None:
         """file: a name in cuda/, or a path of another file that may include its headers."""
         source = _source(str(file), set())
-        self._types = {name: [_type(p) for p in parameters.split(",")] for name, parameters in KERNEL.findall(source)}
+        self._types = {
+            name: [_type(p) for p in parameters.split(",")] for name, parameters in DEFINITION.findall(source)
+        }
         assert self._types, f"{file} has no kernels"
         entries = "\n".join(_entry(name, types) for name, types in self._types.items())
         code = f'#include "{SHIM}"\n{source}\n{entries}\n'

@@ -27,6 +27,11 @@ def limits(**changes: int) -> Limits:
     return Limits(**{"num_blocks": enough} | sizes)
 
 
+def refilling_limits(max_slots: int, refill_slots: int, **changes: int) -> Limits:
+    """For draws that know nothing of each other: at most all slots are waited for."""
+    return limits(max_slots=max_slots, refill_slots=min(refill_slots, max_slots), **changes)
+
+
 def hashed(vocab_size: int = 50) -> NextToken:
     """A model whose next token depends on every token before it; stop ids are masked before min_position."""
 
@@ -63,7 +68,6 @@ class Step:
     chunks: list[int]  # per sequence its tokens
     begins: list[int]  # per sequence its num_computed
     sampled: list[int]  # per sampled row the number of its bind
-    fed_back: int  # token ids of -1
 
 
 @dataclass
@@ -137,7 +141,6 @@ class FakeBackend:
                 chunks=np.diff(starts).tolist(),
                 begins=batch.num_computed.tolist(),
                 sampled=[self.owner[slot] for slot in batch.sample_slots],
-                fed_back=int((batch.token_ids == -1).sum()),
             )
         )
         self.free_at = max(self.clock.now, self.free_at) + self.step_s + self.row_s * len(batch.token_ids)

@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Philox's key grows by another number",
-        "tinyvllm_cli/backends/cpu/sample.py",
+        "tinyvllm_cli/philox.py",
         "0x9E3779B9",
         "0x9E3779B8",
         ("tests/test_sample.py",),

@@ -58,6 +58,25 @@ def test_every_row_and_every_partial_is_somebodys_once(sequences, group, head_di
     assert rows == Counter(range(starts[-1]))
 
 
+def test_work_follows_arrays_that_change_in_place():
+    """What is kept of the steps before is found by the values of the arrays, which are the caller's to use again."""
+    starts, lengths, slots = (
+        np.arange(start, start + count, dtype=np.int32) for start, count in ((0, 5), (9, 4), (5, 4))
+    )
+
+    def items() -> list[list[int]]:
+        work = plan_attention(starts, lengths, slots, group=1, head_dim=64, places=40, upload=HostUpload(), padded=True)
+        return work.decodes[0].tolist()
+
+    before = items()
+    lengths += 1
+    assert items() == before, "no sequence has got another partial"
+    lengths[3] = PARTIAL_KEYS + 1
+    slots[0] = 77
+    after = items()
+    assert len(after) == 8 and [item[3] for item in after] == [77, 6, 7, 8, 8, -1, -1, -1]
+
+
 @pytest.mark.parametrize("name", ["TILE_KEYS", "PARTIAL_KEYS", "MMA_ROWS", "PREFILL_WARPS", "DECODE_WARPS"])
 def test_numbers_of_the_launch_are_those_of_the_kernels(name):
     text = "".join(path.read_text() for path in CUDA.glob("*.cu*"))

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fake_backend import limits, request
+from fake_backend import limits, refilling_limits, request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyvllm_cli.engine.batcher import Batcher, Plan
-from tinyvllm_cli.types import Sequence, SlotOptions
+from tinyvllm_cli.types import Limits, Sequence, SlotOptions
 
 
 def sequence(prompt_len: int, max_tokens: int = 1, i: int = 0) -> Sequence:
@@ -26,7 +26,7 @@ def land(batcher: Batcher, plan: Plan) -> None:
     """Read a step back; whoever has reached its length ends."""
     for s in plan.sampled:
         if not s.finished:
-            batcher.land(s, 7)
+            s.token_ids.append(7)
             if len(s.token_ids) == s.max_len:
                 batcher.finish(s)
 
@@ -45,9 +45,10 @@ def run(batcher: Batcher, ahead: int = 1) -> list[Plan]:
 
 
 sizes = st.builds(
-    limits,
+    refilling_limits,
     max_batch_tokens=st.integers(1, 12),
     max_slots=st.integers(1, 5),
+    refill_slots=st.integers(1, 5),
     max_seq_len=st.just(24),
     block_size=st.sampled_from([1, 4, 16]),
 )
@@ -89,6 +90,7 @@ def test_every_token_is_computed_once_and_only_last_rows_are_sampled(lim, shapes
         batcher.add(s)
     plans = run(batcher, ahead)
     assert [s for plan in plans for s in plan.admitted] == sequences, "first in, first out"
+    assert all((plan.batch.token_ids == -1).all() for plan in plans), "the token table has every token"
     for s in sequences:
         assert sum(plan.sampled.count(s) for plan in plans) == s.max_len - s.prompt_len
     # The last token of each is never fed back.
@@ -114,20 +116,9 @@ def test_several_prompts_share_a_step():
     plan = batcher.plan()
     assert chunks(plan) == [5, 6, 5]
     assert plan.batch.logits_indices.tolist() == [4, 10]
-    assert plan.batch.token_ids.tolist() == [*range(5), *range(6), *range(5)]
     plan = batcher.plan()
     assert chunks(plan) == [1, 1, 4], "decoding rows are not held up by the rest of a prompt"
-    assert plan.batch.token_ids.tolist() == [-1, -1, 5, 6, 7, 8]
-
-
-def test_a_token_that_was_read_is_given_and_others_are_fed_back():
-    batcher = Batcher(limits())
-    s = sequence(3, 3)
-    batcher.add(s)
-    batcher.plan()
-    batcher.land(s, 41)
-    assert batcher.plan().batch.token_ids.tolist() == [41]
-    assert batcher.plan().batch.token_ids.tolist() == [-1]
+    assert plan.batch.num_computed.tolist() == [5, 6, 5]
 
 
 def test_a_slot_is_refilled_in_the_next_step():
@@ -155,6 +146,55 @@ def test_nobody_overtakes_a_sequence_that_waits_for_blocks():
     assert batcher.waiting == deque([big, small])
     batcher.finish(first)
     assert batcher.plan().admitted == [big, small]
+
+
+@given(sizes, shapes, st.integers(1, 3))
+def test_slots_are_refilled_many_at_once(lim: Limits, shapes: list[tuple[int, int]], ahead: int):
+    """Where memory holds every slot's sequence: all free slots, once they are enough, or those that wait are few."""
+    batcher = Batcher(lim)
+    for i, (prompt_len, max_tokens) in enumerate(shapes):
+        batcher.add(sequence(prompt_len, max_tokens, i))
+    in_flight: deque[Plan] = deque()
+    while batcher.waiting or batcher.running:
+        free, waiting = lim.max_slots - len(batcher.running), len(batcher.waiting)
+        plan = batcher.plan()
+        refilled = free >= lim.refill_slots or waiting < lim.refill_slots
+        assert (len(plan.admitted) if plan else 0) == (min(free, waiting) if refilled else 0)
+        if plan is not None:
+            in_flight.append(plan)
+        if plan is None or len(in_flight) == ahead:
+            land(batcher, in_flight.popleft())
+
+
+def test_whoever_waited_for_blocks_waits_for_no_slots_besides():
+    batcher = Batcher(limits(num_blocks=1 + 8, block_size=4, refill_slots=3))
+    first = sequence(7, 2, 0)  # 2 blocks
+    others = [sequence(19, 2, 1), sequence(3, 2, 2)]  # 5 and 1
+    waiting = [sequence(7, 2, i) for i in range(3, 6)]
+    for s in (first, *others, *waiting):
+        batcher.add(s)
+    assert batcher.plan().admitted == [first, *others], "a slot is left and no block"
+    batcher.finish(first)
+    assert batcher.plan().admitted == waiting[:1], "with 2 of 3 slots free"
+    batcher.check()
+
+
+def test_one_that_comes_alone_is_not_kept_waiting():
+    batcher = Batcher(limits(max_slots=4, refill_slots=4))
+    for i in range(4):
+        alone = sequence(3, 9, i)
+        batcher.add(alone)
+        assert batcher.plan().admitted == [alone]
+
+
+def test_prompts_come_in_fewer_steps_where_slots_are_refilled_many_at_once():
+    def steps_with_prompts(refill_slots: int) -> int:
+        batcher = Batcher(limits(max_slots=64, max_batch_tokens=1024, refill_slots=refill_slots))
+        for i, max_tokens in enumerate(np.random.default_rng(0).integers(10, 40, 500).tolist()):
+            batcher.add(sequence(20, max_tokens, i))
+        return sum(max(chunks(plan)) > 1 for plan in run(batcher))
+
+    assert steps_with_prompts(16) < steps_with_prompts(1) / 3
 
 
 def test_the_last_token_needs_no_block():
@@ -231,11 +271,12 @@ def test_tokens_drawn_before_are_computed_like_a_prompt(prompt_len: int, drawn: 
     s.num_sampled = drawn
     batcher = Batcher(limits(max_batch_tokens=budget, max_slots=1, max_seq_len=32))
     batcher.add(s)
-    fed: list[int] = []
+    computed: list[int] = []
     while True:
         plan = batcher.plan()
         assert plan is not None
-        fed += plan.batch.token_ids.tolist()
+        (begin,), (chunk,) = plan.batch.num_computed.tolist(), chunks(plan)
+        computed += range(begin, begin + chunk)
         if plan.sampled:
             break
-    assert fed == s.token_ids[:known] and s.num_computed == known and s.num_sampled == drawn + 1
+    assert computed == list(range(known)) and s.num_computed == known and s.num_sampled == drawn + 1

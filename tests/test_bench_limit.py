@@ -1,4 +1,4 @@
-"""The computed limit: what was published with it, and what any limit must obey."""
+"""The computed limit: what was computed apart from it, and what any limit must obey."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ H200 = Rates(read=4.47e12, product=650e12)
 FASTEST = replace(H200, product=790e12)
 SLOTS = 256
 
-# Output tokens/s at most, as computed for the H200 before this project, and how far from it a figure may be: a share.
+# Output tokens/s at most of an H200, computed apart from this function, and how far from it a figure may be: a share.
 # Those of one request were computed at 4.3 TB/s.
-PUBLISHED = [
+COMPUTED_APART = [
     ("llama-3.2-1b", "latency", H200, 1740, 0.04),
     ("llama-3.2-1b", "mixed", H200, 70_000, 0.02),
     ("llama-3.2-1b", "short", H200, 88_000, 0.005),
@@ -51,14 +51,16 @@ def limit(lengths: Lengths, config: ModelConfig | None = None, **changes: object
     return compute_limit(config or random_config("smollm2-135m"), lengths, **options)
 
 
-@pytest.mark.parametrize(("model", "workload", "rates", "wanted", "off"), PUBLISHED)
-def test_the_limits_are_those_that_were_published(model: str, workload: str, rates: Rates, wanted: float, off: float):
+@pytest.mark.parametrize(("model", "workload", "rates", "wanted", "off"), COMPUTED_APART)
+def test_the_limits_are_those_that_were_computed_apart(
+    model: str, workload: str, rates: Rates, wanted: float, off: float
+):
     lengths, shared = lengths_of(workload)
     found = limit(lengths, random_config(model), slots=SLOTS, rates=rates, shared=shared)
     assert sum(output for _, output in lengths) / found.seconds == pytest.approx(wanted, rel=off)
 
 
-def test_the_workloads_are_those_whose_limits_were_published():
+def test_the_workloads_are_those_whose_limits_were_computed_apart():
     totals = {name: [sum(side) for side in zip(*lengths_of(name)[0], strict=True)] for name in NAMED}
     assert totals == {
         "latency": [128, 256],

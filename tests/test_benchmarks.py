@@ -23,7 +23,7 @@ from tinyvllm_cli.backends.timing import Rates
 from tinyvllm_cli.bench.limit import compute_limit
 from tinyvllm_cli.model.checkpoint import open_checkpoint
 from tinyvllm_cli.model.random_weights import random_config
-from tinyvllm_cli.types import Request
+from tinyvllm_cli.types import Request, SlotOptions
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -38,7 +38,7 @@ def script(name: str) -> ModuleType:
 
 
 make_prompts, compare_runs = map(script, ("make_prompts", "compare_runs"))
-gpu_timeline, gpu_prefill = map(script, ("gpu_timeline", "gpu_prefill"))
+gpu_timeline, gpu_prefill, gpu_attention = map(script, ("gpu_timeline", "gpu_prefill", "gpu_attention"))
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_timeline_has_every_launch_with_its_time_and_its_work(tmp_path: Path, 
         timing, slots = GpuTiming(backend), np.arange(4, dtype=np.int32)
         gpu_timeline.fill_context(backend, slots)
         for rows_each, computed, attends in ((1, 20, "attend_decode"), (16, 0, "attend_prefill")):
-            batch = gpu_timeline.equal_rows(slots, rows_each, computed, 264)
+            batch = gpu_timeline.equal_rows(slots, rows_each, computed, 264, room=gpu_timeline.room())
             before = Counter(backend.counts())
             shares = gpu_timeline.time_kernels(backend, timing, batch)
             launched = Counter(backend.counts()) - before
@@ -192,10 +192,34 @@ def test_a_timeline_has_every_launch_with_its_time_and_its_work(tmp_path: Path, 
         timing.close()
 
 
+@pytest.mark.emulated
+def test_attention_is_timed_over_all_layers(tmp_path: Path, cuda: Any):
+    """On the emulated card everything that is done takes a millisecond: here a launch for each of two layers."""
+    from gpu_subject import TINY, gpu_backend
+
+    from tinyvllm_cli.backends.gpu.timing import GpuTiming
+
+    model = make_tiny_model(tmp_path, **TINY)
+    with (
+        closing(open_checkpoint(model).tensors),
+        closing(gpu_backend(open_checkpoint(model), num_blocks=20)) as backend,
+    ):
+        timing, slots = GpuTiming(backend), np.arange(4, dtype=np.int32)
+        for slot in slots.tolist():
+            backend.bind(slot, [1], SlotOptions())
+        for rows_each, before, kernel in ((1, 20, "attend_decode"), (16, 0, "attend_prefill")):
+            batch = gpu_timeline.equal_rows(slots, rows_each, before, 264, room=24)
+            launched = backend.counts().get(kernel, 0)
+            assert gpu_attention.seconds(backend, timing, batch) == [pytest.approx(2e-3)] * gpu_attention.ROUNDS
+            assert backend.counts()[kernel] == launched + 2 * 2
+        assert gpu_attention.line(backend, timing, (4, 16, 0)).startswith("| 4 prompts of 16 | 1000.0 (1000.0 - ")
+        timing.close()
+
+
 def test_what_attention_reads_and_multiplies_is_that_of_its_rows():
     """Three new rows behind five tokens: eight tokens of K and V, and 6 + 7 + 8 pairs, in one layer of one sequence."""
     config = dataclasses.replace(random_config("llama-3.2-1b"), num_layers=1)
-    works = gpu_timeline.kernel_works(config, gpu_timeline.equal_rows(np.zeros(1, np.int32), 3, 5, 100))
+    works = gpu_timeline.kernel_works(config, gpu_timeline.equal_rows(np.zeros(1, np.int32), 3, 5, 100, room=8))
     assert works["attend_prefill"].flops == 4 * 21 * 32 * 64
     assert works["attend_prefill"].bytes == 2 * (8 * 2 * 8 * 64 + 2 * 3 * 32 * 64)
 

@@ -12,6 +12,7 @@ import pytest
 from tinyvllm_cli.backends.gpu import skinny
 from tinyvllm_cli.backends.gpu.attention import decode_shared, prefill_shared
 from tinyvllm_cli.backends.gpu.kernels import ELEM_OPTIONS, KERNELS, compile_options, kernel_sources
+from tinyvllm_cli.backends.gpu.launch import parameter_formats
 from tinyvllm_cli.backends.gpu.nvrtc import CompileError, Nvrtc, load_nvrtc
 from tinyvllm_cli.config import DtypeName
 
@@ -24,8 +25,6 @@ SKINNY_SHARED_LIMIT = 163 << 10  # on sm_80: products go through cublasLt where 
 SOURCES = kernel_sources()
 HEADERS = {name: text for name, text in SOURCES.items() if name.endswith(".cuh")}
 FILES = sorted(name for name in SOURCES if name.endswith(".cu"))
-# A kernel's name, with whatever stands between it and `extern "C"`.
-DEFINITION = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+)?(\w+)\s*\(')
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 SHARED = re.compile(r"(\d+) bytes smem")
@@ -92,7 +91,7 @@ def test_every_kernel_compiles_without_spills(name: str, arch: str):
             kernels = future.result()
         except CompileError as error:
             pytest.fail(f"{error}\n{error.log}", pytrace=False)
-        assert set(kernels) == set(DEFINITION.findall(SOURCES[name]))
+        assert set(kernels) == set(parameter_formats(SOURCES[name]))
         for kernel, usage in kernels.items():
             dynamic = dynamic_shared(kernel, head_dim)
             limit = SKINNY_SHARED_LIMIT if kernel.startswith("skinny_") else SHARED_LIMIT
@@ -102,8 +101,8 @@ def test_every_kernel_compiles_without_spills(name: str, arch: str):
 
 
 def test_the_table_of_kernels_is_what_the_files_define():
-    assert {kernel: name for name in FILES for kernel in DEFINITION.findall(SOURCES[name])} == KERNELS
-    # None is missing because it is written in a way that DEFINITION does not know.
+    assert {kernel: name for name in FILES for kernel in parameter_formats(SOURCES[name])} == KERNELS
+    # None is missing because it is written in a way that parameter_formats does not know.
     assert sum(text.count('extern "C"') for text in SOURCES.values()) == len(KERNELS)
 
 

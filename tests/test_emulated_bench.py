@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,11 @@ def test_a_gpu_is_measured(model: Path, tmp_path: Path, cuda: Runtime, monkeypat
     steps, kernels = found["trials"][0]["steps"], found["kernels"]
     assert kernels["sample_rows"] == kernels["embed"] == steps, "whatever is launched by graphs, too"
     assert "sum_words" not in kernels and "fill_random" not in kernels, "only what the workload needs"
+
+
+def test_a_model_that_is_too_small_to_read_is_refused(model: Path, tmp_path: Path, cuda: Runtime, capfd: Any):
+    assert run_here(*command(model, tmp_path), "--slots", "1", "--max-model-len", "16") == 1
+    assert re.fullmatch(r"error: the read rate cannot be measured over \d+ bytes of .*\n", capfd.readouterr().err)
 
 
 def test_a_card_that_fails_ends_it_in_one_line(model: Path, tmp_path: Path, cuda: Runtime, capfd: Any):

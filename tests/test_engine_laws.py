@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from fake_backend import FakeBackend, FakeCodec, VirtualClock, hashed, limits, request
+from fake_backend import FakeBackend, FakeCodec, VirtualClock, hashed, refilling_limits, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,9 +72,10 @@ def bound(arrivals: list[Arrival], lim: Limits) -> int:
 
 
 any_limits = st.builds(
-    limits,
+    refilling_limits,
     max_batch_tokens=st.integers(1, 12),
     max_slots=st.integers(1, 5),
+    refill_slots=st.integers(1, 5),
     max_seq_len=st.integers(2, 24),
     block_size=st.sampled_from([1, 4, 16]),
     num_blocks=st.integers(2, 40),
@@ -147,8 +148,16 @@ def test_steps_ahead_change_no_answer(arrivals: list[Arrival], lim: Limits):
 
 
 @given(any_arrivals(aborts=False), any_limits)
+def test_when_slots_are_refilled_changes_no_answer(arrivals: list[Arrival], lim: Limits):
+    def answers(refill_slots: int) -> list[tuple[int, object, object]]:
+        events, _, _ = run(arrivals, replace(lim, refill_slots=refill_slots))
+        return sorted((e.request_id, e.choices, e.error) for e in events if isinstance(e, Completion))
+
+    assert answers(1) == answers(lim.max_slots)
+
+
+@given(any_arrivals(aborts=False), any_limits)
 def test_without_steps_ahead_nothing_is_drawn_in_vain(arrivals: list[Arrival], lim: Limits):
     events, backend, engine = run(arrivals, replace(lim, max_in_flight=1))
     no_token = [e for e in events if isinstance(e, Completion) and e.error and e.error.type == "invalid_value"]
     assert sum(len(step.sampled) for step in backend.steps) == engine.stats.completion_tokens + len(no_token)
-    assert not any(step.fed_back for step in backend.steps), "a token that was read is given"

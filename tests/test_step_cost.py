@@ -108,6 +108,21 @@ def test_a_step_with_a_prompt_waits_and_allocates_for_nothing(running: Running):
     assert launches.total() <= 10 * LAYERS + 5, launches
 
 
+def test_most_steps_are_captured_while_the_queue_lasts(running: Running):
+    """Prompts wait for a sixteenth of the slots: as sequences end one by one, every fourth step has some at most."""
+    engine, counts = running.engine, running.backend.counts
+    for i in range(SLOTS):
+        engine.abort(i)
+    for i in range(4 * SLOTS):
+        engine.add(request(SLOTS + i, [5] * PROMPT, max_tokens=16 + i * 37 % 113))  # 16..128 in no order
+    graphs = steps = 0
+    while len(engine._batcher.waiting) >= running.backend.limits.refill_slots:
+        before = counts()["graphs"]
+        engine.step()
+        graphs, steps = graphs + counts()["graphs"] - before, steps + 1
+    assert steps > 100 and graphs / steps > 3 / 4, (graphs, steps)
+
+
 def python_calls(act: Callable[[], object]) -> Counter[str]:
     """Functions that are called: "call" of Python's, "c_call" of C's."""
     calls: Counter[str] = Counter()
@@ -124,10 +139,10 @@ def python_calls(act: Callable[[], object]) -> Counter[str]:
 
 
 def test_a_decode_step_calls_few_functions(running: Running):
-    """Four of Python's for each token: it is read back, its text made, itself told."""
+    """Two of Python's for each token: its text is made, and itself told; three of C's, as it joins two lists."""
     calls = python_calls(running.engine.step)
-    assert calls["call"] <= 4 * SLOTS + 300, calls
-    assert calls["c_call"] <= 5 * SLOTS + 300, calls
+    assert calls["call"] <= 2 * SLOTS + 180, calls
+    assert calls["c_call"] <= 3 * SLOTS + 150, calls
 
 
 def test_a_step_with_a_prompt_calls_few_functions(running: Running):
@@ -135,7 +150,7 @@ def test_a_step_with_a_prompt_calls_few_functions(running: Running):
     running.engine.abort(3)
     running.engine.add(request(SLOTS, [5] * PROMPT, max_tokens=400))
     calls = python_calls(running.engine.step)
-    assert calls["call"] - plain["call"] <= 50 * LAYERS + 100, (calls, plain)
+    assert calls["call"] - plain["call"] <= 36 * LAYERS + 90, (calls, plain)
 
 
 def test_a_decode_step_takes_little_memory_and_gives_it_back(running: Running):

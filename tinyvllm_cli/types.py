@@ -157,6 +157,7 @@ class Limits:
     max_seq_len: int
     vocab_size: int
     max_in_flight: int
+    refill_slots: int = 1  # 1..max_slots: free slots that are worth a step with prompts (engine/batcher.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ class Sequence:
     """A request under way. Owned and changed by the batcher alone; compared by identity, never by slot."""
 
     request: Request
-    token_ids: list[int]  # the prompt, then every token that was read back
+    token_ids: list[int]  # the prompt, then every token that was read back, which the engine appends
     prompt_len: int
     max_len: int  # prompt_len + the tokens it may make
     options: SlotOptions

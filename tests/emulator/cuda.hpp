@@ -1,7 +1,8 @@
 // Enough of CUDA for a processor to run the kernels of cuda/: threads are fibers of one block at a time.
 //
 // A fiber runs until it waits for others: at __syncthreads, or at an operation of its warp (shuffle, vote, ldmatrix,
-// mma). Asynchronous copies are done at once. tests/cuda_emulator.py says what that shows and what it cannot.
+// mma). Asynchronous copies are done as late as may be: where their thread waits for them. tests/cuda_emulator.py says
+// what that shows and what it cannot.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -72,11 +73,17 @@ struct Group {  // threads that wait for each other
     int size = 0, arrived = 0;
     u64 generation = 0;
 };
+struct Copy {  // 16 bytes that are on their way into shared memory
+    u32 target;
+    const void* source;
+    bool valid;
+};
 struct Fiber {  // a thread of one block after another; starts with its context, goes on with its jump, which is quicker
     ucontext_t context;
     jmp_buf at;
     std::vector<char> stack;
     bool started = false, done = false, waited = false;  // the last: for the kernel before
+    std::deque<std::vector<Copy>> copies;                // groups that are not done; the last one is not committed
     explicit Fiber(void (*body)()) : stack(256 << 10) {
         getcontext(&context);
         context.uc_stack.ss_sp = stack.data();
@@ -144,6 +151,7 @@ static void run_block(unsigned threads) {
     for (unsigned i = 0; i < threads; i++) {
         warp_groups[i / 32].size++;
         fibers[i].done = fibers[i].waited = false;
+        fibers[i].copies.assign(1, {});
     }
     for (unsigned left = threads; left;) {
         u64 before = progress;
@@ -462,15 +470,23 @@ inline unsigned char* at_shared(u32 address, size_t bytes) {
     return dynamic_shared + address;
 }
 inline void copy_async(u32 target, const void* source, bool valid) {
-    unsigned char* p = at_shared(target, 16);
-    if (valid)
-        memcpy(p, source, 16);
-    else
-        memset(p, 0, 16);
+    at_shared(target, 16);
+    fibers[threadIdx.x].copies.back().push_back({target, source, valid});
 }
-inline void commit_copies() {}
+inline void commit_copies() {
+    fibers[threadIdx.x].copies.emplace_back();
+}
 template <int PENDING>
-inline void wait_for_copies() {}
+inline void wait_for_copies() {
+    for (auto& groups = fibers[threadIdx.x].copies; groups.size() > PENDING + 1; groups.pop_front())
+        for (const Copy& copy : groups.front()) {
+            unsigned char* p = at_shared(copy.target, 16);
+            if (copy.valid)
+                memcpy(p, copy.source, 16);
+            else
+                memset(p, 0, 16);
+        }
+}
 
 static u32 matrix_word(u64 (*lanes)[8], int matrix, int row, int column) {
     elem e;

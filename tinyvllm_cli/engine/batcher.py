@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import compress
+from itertools import accumulate, compress
 
 import numpy as np
 
 from tinyvllm_cli.engine.blocks import BlockAllocator
 from tinyvllm_cli.types import I32, Batch, Limits, Sequence
+
+DECODED: I32 = np.array([[0], [1], [-1]], np.int32)  # what a step adds to a column of Batcher._decode_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,14 @@ class Batcher:
     of arrival. Admission is first in, first out, without overtaking: nobody starves. A sequence gets all blocks it can
     ever need with its slot, so that no step, however far ahead it is enqueued, can run out of them.
 
+    **Refilling** begins when limits.refill_slots slots are free, or fewer than that many sequences wait; it goes on
+    until no slot is free or nobody waits. So prompts come in few steps, many at once, and most steps only decode.
+    Nobody waits where nothing runs, for then all slots are free; at the end of the queue, or where few arrive, those
+    that wait are few; and where blocks are missing instead of slots, refilling has begun and goes on as they get free.
+
     Steps may be planned before the tokens of earlier ones are read: a sequence's `num_computed` and `num_sampled` say
-    how things stand once all planned steps have run, its `token_ids` hold what was read back.
+    how things stand once all planned steps have run. No token is given with a step: the backend's token table has
+    those that were bound and those that were drawn.
 
     A running sequence is first behind, with known tokens to compute; then it decodes, one token behind; then, its last
     token drawn, it waits for what is in flight. Whoever came before is never further back. What a step needs of those
@@ -46,6 +53,7 @@ class Batcher:
         self._decoding: list[Sequence] = []
         self._decode_rows: I32 = np.empty((3, 0), np.int32)  # of _decoding: slot, num_computed, tokens left to draw
         self._free_slots = list(range(limits.max_slots))[::-1]  # a stack, lowest on top
+        self._refilling = False
         # The block table of every slot, kept as an array so that a step gathers rows instead of converting lists.
         self._tables = np.zeros((limits.max_slots, _ceil_div(limits.max_seq_len, limits.block_size)), np.int32)
 
@@ -75,10 +83,6 @@ class Batcher:
         self._regroup(count, chunks)
         return Plan(admitted, batch, sampled)
 
-    def land(self, sequence: Sequence, token_id: int) -> None:
-        """A token of an unfinished sequence was read back."""
-        sequence.token_ids.append(token_id)
-
     def finish(self, sequence: Sequence) -> None:
         """End a sequence wherever it stands; its tokens still in flight are to be dropped by identity.
 
@@ -95,7 +99,8 @@ class Batcher:
         elif _left(sequence):
             place = self._decoding.index(sequence)
             del self._decoding[place]
-            self._decode_rows = np.delete(self._decode_rows, place, axis=1)
+            rows = self._decode_rows
+            self._decode_rows = np.concatenate([rows[:, :place], rows[:, place + 1 :]], axis=1)
         self._free_slots.append(sequence.slot)
         self.blocks.free(sequence.block_table)
         sequence.slot = None
@@ -126,9 +131,12 @@ class Batcher:
         assert self._decode_rows.T.tolist() == [[*_decode_row(sequence)] for sequence in self._decoding]
 
     def _admit(self) -> list[Sequence]:
-        """Slots and blocks for the head of the queue, as long as there are both."""
+        """Slots and blocks for the head of the queue, as long as there are both and refilling goes on."""
         admitted: list[Sequence] = []
-        while self.waiting and self._free_slots:
+        if not self._refilling:
+            worthwhile = self.limits.refill_slots
+            self._refilling = len(self._free_slots) >= worthwhile or len(self.waiting) < worthwhile
+        while self._refilling and self.waiting and self._free_slots:
             sequence = self.waiting[0]
             blocks = self.blocks.allocate(self.blocks_needed(sequence.max_len))
             if blocks is None:
@@ -141,6 +149,7 @@ class Batcher:
             self.running.append(sequence)
             self._behind.append(sequence)
             admitted.append(sequence)
+        self._refilling = self._refilling and bool(self.waiting and self._free_slots)
         return admitted
 
     def _chunks(self, budget: int) -> list[tuple[Sequence, int]]:
@@ -161,37 +170,41 @@ class Batcher:
     def _batch(self, count: int, chunks: list[tuple[Sequence, int]]) -> tuple[Batch, list[Sequence]]:
         """The arrays of a step of the first `count` that decode and then of chunks; counts its tokens as computed and
         sampled."""
-        decoding = self._decoding[:count]
-        begins = [sequence.num_computed for sequence, _ in chunks]
-        token_ids = _decode_tokens(decoding)
-        for sequence, chunk in chunks:
-            token_ids += _chunk_tokens(sequence, chunk)
-        drawing = [i for i, (sequence, _) in enumerate(chunks) if sequence.num_computed == sequence.num_known]
-        sampled = decoding + [chunks[i][0] for i in drawing]
-        for sequence in sampled:
-            sequence.num_sampled += 1
-
-        slots = _joined(self._decode_rows[0, :count], [_slot(sequence) for sequence, _ in chunks])
-        num_computed = _joined(self._decode_rows[1, :count], begins)
+        slots, num_computed, _ = self._decode_rows[:, :count]
         every = np.arange(count + 1, dtype=np.int32)
-        starts = _joined(every, np.cumsum([chunk for _, chunk in chunks]) + count)
-        widest = int((num_computed + starts[1:] - starts[:-1]).max())  # tokens
+        slots = _joined(slots, [_slot(sequence) for sequence, _ in chunks])
+        num_computed = _joined(num_computed, [sequence.num_computed for sequence, _ in chunks])
+        ends = list(accumulate((chunk for _, chunk in chunks), initial=count))[1:]  # rows of the step
+        starts = _joined(every, ends)
+
+        sampled = self._decoding[:count]
+        for sequence in sampled:  # of all that a step costs, this loop is run most often
+            sequence.num_computed += 1
+            sequence.num_sampled += 1
+        drawing = []  # which of the chunks
+        for i, (sequence, chunk) in enumerate(chunks):
+            sequence.num_computed += chunk
+            if sequence.num_computed == sequence.num_known:
+                sequence.num_sampled += 1
+                sampled.append(sequence)
+                drawing.append(i)
+
+        widest = int((num_computed + (starts[1:] - starts[:-1])).max())  # tokens
         batch = Batch(
             query_start_loc=starts,
             slots=slots,
             block_tables=self._tables[slots, : _ceil_div(widest, self.limits.block_size)],
             num_computed=num_computed,
-            token_ids=np.array(token_ids, np.int32),
-            logits_indices=_joined(every[:-1], [starts[count + 1 + i] - 1 for i in drawing]),
-            sample_slots=_joined(slots[:count], [slots[count + i] for i in drawing]),
+            token_ids=np.full(starts[-1], -1, np.int32),
+            logits_indices=_joined(every[:-1], [ends[i] - 1 for i in drawing]),
+            sample_slots=_joined(slots[:count], [_slot(chunks[i][0]) for i in drawing]),
         )
         return batch, sampled
 
     def _regroup(self, count: int, chunks: list[tuple[Sequence, int]]) -> None:
         """The first `count` have decoded and chunks were computed: who decodes from now on."""
-        rows = self._decode_rows.copy()
-        rows[1, :count] += 1
-        rows[2, :count] -= 1
+        rows = self._decode_rows.copy()  # the arrays of a batch may be parts of it
+        rows[:, :count] += DECODED
         left = rows[2] > 0
         if not left.all():
             rows, self._decoding = rows[:, left], list(compress(self._decoding, left.tolist()))
@@ -204,26 +217,8 @@ class Batcher:
         self._decode_rows = rows
 
 
-def _decode_tokens(decoding: list[Sequence]) -> list[int]:
-    """The next token of each, computed now; -1: as the token table has it."""
-    token_ids = []
-    for sequence in decoding:  # of all that a step costs, this loop is run most often
-        begin, known = sequence.num_computed, sequence.token_ids
-        token_ids.append(known[begin] if begin < len(known) else -1)
-        sequence.num_computed = begin + 1
-    return token_ids
-
-
-def _chunk_tokens(sequence: Sequence, chunk: int) -> list[int]:
-    """The next tokens of a sequence, computed now; -1: as the token table has it."""
-    begin = sequence.num_computed
-    sequence.num_computed = end = begin + chunk
-    read_back = sequence.token_ids[begin:end]
-    return read_back + [-1] * (chunk - len(read_back))
-
-
-def _joined(first: I32, then: Iterable[int]) -> I32:
-    return np.concatenate([first, np.array(then, np.int32)])
+def _joined(first: I32, then: list[int]) -> I32:
+    return np.concatenate([first, np.array(then, np.int32)]) if then else first
 
 
 def _decodes(sequence: Sequence) -> bool:

@@ -110,18 +110,13 @@ class Engine:
         if self._done:
             done, self._done = self._done, []
             return list(done)
-        events: list[Event] = []
         while len(self._in_flight) < self._limits.max_in_flight and self._enqueue():
             pass
         assert self._in_flight or not self._live, "sequences wait and nothing runs that could make room for them"
-        if self._in_flight:
-            pending, sampled = self._in_flight.popleft()
-            token_ids = pending.result().token_ids[0].tolist()
-            now = self._clock()
-            for sequence, token_id in zip(sampled, token_ids, strict=True):
-                if not sequence.finished:  # else it ended, or was aborted, after this step was enqueued
-                    self._land(self._live[sequence.request.request_id], token_id, now, events)
-        return events
+        if not self._in_flight:
+            return []
+        pending, sampled = self._in_flight.popleft()
+        return self._land(sampled, pending.result().token_ids[0].tolist())
 
     def fail_running(self, message: str) -> list[Completion]:
         """End the requests that hold a slot, after a backend that failed under way; those that wait were not begun."""
@@ -181,29 +176,36 @@ class Engine:
         self.stats.peak_blocks = max(self.stats.peak_blocks, self._batcher.blocks_held)
         return True
 
-    def _land(self, live: _Live, token_id: int, now: float, events: list[Event]) -> None:
-        """One token was read back: what it brings goes to the events. Runs for every token of an answer."""
-        sequence, answer = live.sequence, live.answer
-        if token_id < 0:
-            events.append(self._close(live, _failed(sequence.request, _no_token(token_id, sequence.num_output))))
-            return
-        self._batcher.land(sequence, token_id)
-        self.stats.completion_tokens += 1
-        if live.times.first_token is None:
-            live.times.first_token = now
-            self.stats.prompt_tokens += sequence.prompt_len
-        try:
-            done = token_id in live.ends
-            text = "" if done else answer.push(token_id)
-            done = done or answer.stopped_by is not None or len(sequence.token_ids) == sequence.max_len
-            rest, end = self._end(live, token_id) if done else ("", None)
-        except Exception as error:
-            events.append(self._close(live, _failed(sequence.request, _failure(error))))
-            return
-        events.append(Delta(sequence.request.request_id, 0, (token_id,), text + rest))
-        if end is not None:
-            live.times.last_token = now
-            events.append(self._close(live, _answered(live, (_choice(live, end),))))
+    def _land(self, sampled: list[Sequence], token_ids: list[int]) -> list[Event]:
+        """What the tokens of a step bring. The loop runs for every token of every answer: it calls little."""
+        events: list[Event] = []
+        now = self._clock()
+        for sequence, token_id in zip(sampled, token_ids, strict=True):
+            if sequence.finished:  # it ended, or was aborted, after this step was enqueued
+                continue
+            request, live, end = sequence.request, self._live[sequence.request.request_id], None
+            if token_id < 0:
+                events.append(self._close(live, _failed(request, _no_token(token_id, sequence.num_output))))
+                continue
+            sequence.token_ids.append(token_id)
+            self.stats.completion_tokens += 1
+            if live.times.first_token is None:
+                live.times.first_token = now
+                self.stats.prompt_tokens += sequence.prompt_len
+            try:
+                done = token_id in live.ends
+                text = "" if done else live.answer.push(token_id)
+                if done or live.answer.stopped_by is not None or len(sequence.token_ids) == sequence.max_len:
+                    rest, end = self._end(live, token_id)
+                    text += rest
+            except Exception as error:
+                events.append(self._close(live, _failed(request, _failure(error))))
+                continue
+            events.append(Delta(request.request_id, 0, (token_id,), text))
+            if end is not None:
+                live.times.last_token = now
+                events.append(self._close(live, _answered(live, (_choice(live, end),))))
+        return events
 
     def _end(self, live: _Live, token_id: int) -> tuple[str, _End]:
         """The text that an answer still gets whose last token this is, and how it ends.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,7 @@ def supports_head_dim(head_dim: int) -> bool:
     return 0 < head_dim <= 256 and head_dim % (16 * _column_groups(head_dim)) == 0
 
 
+@cache  # asked for in every layer, as the others
 def prefill_rows(head_dim: int) -> int:
     """Query rows, heads counted, of a block of the prefill kernel."""
     return PREFILL_WARPS // _column_groups(head_dim) * MMA_ROWS
@@ -43,6 +45,7 @@ def _column_groups(head_dim: int) -> int:
     return 2 if head_dim > 128 else 1
 
 
+@cache
 def prefill_shared(head_dim: int) -> int:
     """Shared memory of a block: query rows, columns of the merged partials, stages of a tile of K and one of V."""
     columns, row = head_dim // 8, _row_bytes(head_dim)
@@ -51,6 +54,7 @@ def prefill_shared(head_dim: int) -> int:
     return prefill_rows(head_dim) * row + kept * PREFILL_WARPS * WARP * 16 + stages * 2 * TILE_KEYS * row
 
 
+@cache
 def decode_shared(head_dim: int) -> int:
     """Shared memory of a block: weights of each tile, sums and greatest scores, then tiles of K, or of V."""
     exchange = DECODE_WARPS * (MMA_ROWS * TILE_KEYS * 2 + WARP * 8 + MMA_ROWS * 4)
@@ -102,53 +106,61 @@ def plan_attention(
     its partials. Others prefill: a block for each tile of rows. padded: decoding in powers of two, so that steps of
     about as much work launch as many blocks.
     """
-    put = (lambda work: upload.put(_padded(work))) if padded else upload.put
-    num_rows = np.diff(starts)
-    decodes = (num_rows > 0) & (num_rows * group <= MMA_ROWS)
-    prompts = np.flatnonzero(num_rows * group > MMA_ROWS)
-    tile_rows = prefill_rows(head_dim) // group
-    launches = _decode_items(np.flatnonzero(decodes), slots, _ceil_div(lengths, PARTIAL_KEYS), places)
-    return AttentionWork(
-        prefill=upload.put(_prefill_tiles(starts, slots, prompts, tile_rows)) if len(prompts) else None,
-        decodes=tuple(map(put, launches)),
+    partials = _ceil_div(lengths, PARTIAL_KEYS)
+    prefill, decodes = _work(
+        starts.tobytes(), partials.tobytes(), slots.tobytes(), group, prefill_rows(head_dim) // group, places, padded
     )
+    return AttentionWork(None if prefill is None else upload.put(prefill), tuple(map(upload.put, decodes)))
 
 
-def _prefill_tiles(starts: I32, slots: I32, sequences: Any, tile_rows: int) -> I32:
+@lru_cache(maxsize=2)  # most steps have the work of the step before: a sequence gets a partial once in 256 steps
+def _work(
+    starts: bytes, partials: bytes, slots: bytes, group: int, tile_rows: int, places: int, padded: bool
+) -> tuple[I32 | None, list[I32]]:
+    """AttentionWork on the host, only to be read, of arrays of i32 as bytes."""
+    first_rows, num_partials, of_sequences = (np.frombuffer(array, np.int32) for array in (starts, partials, slots))
+    num_rows = first_rows[1:] - first_rows[:-1]
+    query_rows = num_rows * group
+    prompts = np.flatnonzero(query_rows > MMA_ROWS)
+    decoding = np.flatnonzero((query_rows > 0) & (query_rows <= MMA_ROWS))
+    prefill = _prefill_tiles(prompts, first_rows, num_rows, of_sequences, tile_rows) if len(prompts) else None
+    decodes = _decode_items(decoding, of_sequences[decoding], num_partials[decoding], places)
+    return prefill, list(map(_padded, decodes)) if padded else decodes
+
+
+def _prefill_tiles(sequences: Any, starts: I32, num_rows: I32, slots: I32, tile_rows: int) -> I32:
     """i32[., 4]: sequence, first row, rows, slot. The last rows first: they have the most keys, and take longest."""
-    num_rows = (starts[1:] - starts[:-1])[sequences]
-    tiles = _ceil_div(num_rows, tile_rows)
-    sequence = np.repeat(sequences, tiles)[::-1]
-    offset = (_counts(tiles) * tile_rows)[::-1]
-    rows = np.minimum(np.repeat(num_rows, tiles)[::-1] - offset, tile_rows)
-    return _columns(sequence, starts[sequence] + offset, rows, slots[sequence])
+    tiles = _ceil_div(num_rows[sequences], tile_rows)
+    work = _repeated(tiles, sequences, starts[sequences], num_rows[sequences], slots[sequences])
+    offset = _counts(tiles) * tile_rows
+    work[:, 1] += offset
+    work[:, 2] = np.minimum(work[:, 2] - offset, tile_rows)
+    return work[::-1].copy()
 
 
 def _decode_items(sequences: Any, slots: I32, num_partials: I32, places: int) -> list[I32]:
-    """The work of each launch; the partials of all of them together may need more places than there are."""
-    kept = np.where(num_partials[sequences] > 1, num_partials[sequences], 0)
+    """The work of each launch; the partials of all sequences together may need more places than there are."""
+    kept = np.where(num_partials > 1, num_partials, 0)  # in the workspace
     launches = []
     while len(sequences):
-        count = max(1, int(np.searchsorted(np.cumsum(kept), places, side="right")))
-        launches.append(_decode_launch(sequences[:count], slots, num_partials[sequences[:count]], kept[:count]))
-        sequences, kept = sequences[count:], kept[count:]
+        ends = kept.cumsum()
+        count = max(1, int(ends.searchsorted(places, side="right")))
+        first = np.where(kept > 0, ends - kept, -1)  # place
+        work = _repeated(num_partials[:count], sequences[:count], 0, first[:count], slots[:count])
+        which = _counts(num_partials[:count])
+        work[:, 1] = which
+        work[:, 2] += which  # that of an only partial, 0, leaves the -1
+        launches.append(work)
+        sequences, slots, num_partials, kept = (array[count:] for array in (sequences, slots, num_partials, kept))
     return launches
 
 
-def _decode_launch(sequences: Any, slots: I32, partials: Any, kept: Any) -> I32:
-    first_place = np.cumsum(kept) - kept
-    which = _counts(partials)
-    place = np.where(np.repeat(kept, partials) > 0, np.repeat(first_place, partials) + which, -1)
-    sequence = np.repeat(sequences, partials)
-    return _columns(sequence, which, place, slots[sequence])
-
-
-def _columns(*columns: Any) -> I32:
-    """i32[., 4]"""
-    work = np.empty((len(columns[0]), 4), np.int32)
+def _repeated(repeats: I32, *columns: Any) -> I32:
+    """i32[., 4]: row i of the columns, or of a number, repeats[i] times."""
+    rows = np.empty((len(repeats), 4), np.int32)
     for i, column in enumerate(columns):
-        work[:, i] = column
-    return work
+        rows[:, i] = column
+    return rows.repeat(repeats, axis=0)
 
 
 def _padded(work: I32) -> I32:
@@ -163,7 +175,7 @@ def attend(device: Device, q: Any, cache: KVCache, rows: Rows, *, layer: int) ->
     num_heads, head_dim = q.shape[1:]
     num_layers, num_kv_heads = cache.blocks.shape[1], cache.blocks.shape[3]
     sizes = (num_heads, num_kv_heads, rows.width, layer, num_layers)
-    tail = (rows.block_tables, *map(np.int32, sizes), np.float32(LOG2_E / math.sqrt(head_dim)))
+    tail = (rows.block_tables, *sizes, LOG2_E / math.sqrt(head_dim))
     buffers, pool = device.buffers, cache.blocks
     out, work = buffers.attended, rows.attention
     if work.prefill is not None:
@@ -187,7 +199,8 @@ def attend(device: Device, q: Any, cache: KVCache, rows: Rows, *, layer: int) ->
 
 def _counts(repeats: Any) -> Any:
     """0 .. repeats[i] - 1 for each i, one after another."""
-    return np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    ends = repeats.cumsum(dtype=np.int32)
+    return np.arange(ends[-1], dtype=np.int32) - (ends - repeats).repeat(repeats)
 
 
 def _ceil_div(a: Any, b: int) -> Any:  # of an int or of an array

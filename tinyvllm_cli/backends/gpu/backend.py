@@ -35,6 +35,7 @@ from tinyvllm_cli.backends.gpu.rows import Rows, Upload, resolve_rows
 from tinyvllm_cli.backends.gpu.slots import Slots
 from tinyvllm_cli.backends.gpu.supported import check_model
 from tinyvllm_cli.backends.gpu.tuning import tune
+from tinyvllm_cli.backends.row_layout import within
 from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.model.llama import forward
@@ -43,6 +44,8 @@ from tinyvllm_cli.model.random_weights import RandomTensors
 from tinyvllm_cli.model.rope import rope_tables
 from tinyvllm_cli.model.weights.source import TensorSource
 from tinyvllm_cli.types import F32, I32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
+
+REFILL_SHARE = 16  # of the slots, the part that is free when prompts come in: a step with prompts is no captured one
 
 
 class InFlight:
@@ -147,6 +150,7 @@ class GpuBackend:
             max_seq_len=length,
             vocab_size=config.vocab_size,
             max_in_flight=max_in_flight,
+            refill_slots=max(1, engine.slots // REFILL_SHARE),
         )
         self._facts = BackendFacts("gpu", card.name, engine.dtype, _details(card, blas, plan))
         self._closing.callback(stream.synchronize)  # comes first: no memory may go that is still being used
@@ -161,7 +165,7 @@ class GpuBackend:
 
     def bind(self, slot: int, token_ids: Seq[int] | I32, options: SlotOptions) -> None:
         known = np.ascontiguousarray(token_ids, np.int32)
-        if known.size and not 0 <= known.min() <= known.max() < self._limits.vocab_size:
+        if not within(known, 0, self._limits.vocab_size):
             raise ValueError(f"token ids of slot {slot} are not in the vocabulary")
         with self._running():
             self._slots.bind(slot, known, options)

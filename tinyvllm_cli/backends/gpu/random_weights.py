@@ -39,8 +39,7 @@ def fill_matrix(device: Device, target: Array, seed: int, tensor: int) -> None:
     rows, width = target.shape
     pitch = target.strides[0] // target.itemsize if rows > 1 else width
     blocks = -(-target.size // (BLOCK * ELEMS_OF_THREAD))
-    numbers = tuple(map(np.int32, (rows, width, pitch, seed, tensor)))
-    device.launch("fill_random", (blocks,), BLOCK, (target, *numbers, SCALE))
+    device.launch("fill_random", (blocks,), BLOCK, (target, rows, width, pitch, seed, tensor, SCALE))
 
 
 class DeviceTensors:

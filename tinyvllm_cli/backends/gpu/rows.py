@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tinyvllm_cli.backends.gpu import attention, sample
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
 from tinyvllm_cli.backends.gpu.graphs import Shape
-from tinyvllm_cli.backends.row_layout import RowLayout, row_layout
+from tinyvllm_cli.backends.row_layout import RowLayout, row_layout, same
 from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig
 from tinyvllm_cli.model.parameters import Array
 from tinyvllm_cli.types import I32, Batch, Limits
@@ -196,10 +196,10 @@ def _only_decodes(batch: Batch) -> bool:
     count = len(batch.slots)
     every = np.arange(count + 1, dtype=np.int32)
     return (
-        len(batch.token_ids) == count == len(batch.logits_indices)
-        and np.array_equal(batch.logits_indices, every[:-1])
-        and np.array_equal(batch.query_start_loc, every)
-        and np.array_equal(batch.sample_slots, batch.slots)
+        len(batch.token_ids) == count
+        and same(batch.logits_indices, every[:-1])
+        and same(batch.query_start_loc, every)
+        and same(batch.sample_slots, batch.slots)
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from tinyvllm_cli.backends.gpu.pinned import Pinned, PinnedRing
 from tinyvllm_cli.backends.gpu.sample import DrawOptions
-from tinyvllm_cli.backends.row_layout import RowLayout, require, within
+from tinyvllm_cli.backends.row_layout import RowLayout, require, same, within
 from tinyvllm_cli.model.parameters import Array
 from tinyvllm_cli.types import I32, Batch, Limits, SlotOptions
 
@@ -37,20 +37,23 @@ class BlockTables:
         require(width <= batch.block_tables.shape[1], "each position has a block")
         slots, tables = batch.slots, batch.block_tables[:, :width]
         kept = self._host[slots, :width]
-        if np.array_equal(tables, kept):
+        if same(tables, kept):
             require(bool((num_blocks <= self._held[slots]).all()), "each position has a block")
             return None
         differs = tables != kept
-        changed = np.flatnonzero(differs.any(axis=1))
+        changed = np.flatnonzero(differs.any(axis=1))  # few of them, where only some sequences have come
+        tables, slots_changed, differs = tables[changed], slots[changed], differs[changed]
         held = self._held[slots]
-        held[changed] = _before_null(tables[changed])
-        require(within(tables[changed], 0, limits.num_blocks), "block_tables hold blocks of the pool")
+        held[changed] = _before_null(tables)
+        require(within(tables, 0, limits.num_blocks), "block_tables hold blocks of the pool")
         require(bool((num_blocks <= held).all()), "each position has a block")
-        sequences, columns = np.nonzero(differs)
-        places, blocks = slots[sequences] * self._host.shape[1] + columns, tables[sequences, columns]
-        self._host.reshape(-1)[places] = blocks
-        self._held[slots[changed]] = _before_null(self._host[slots[changed]])  # further columns are from before
-        return np.stack([places, blocks], axis=1).astype(np.int32)
+        which, columns = np.nonzero(differs)
+        changes = np.empty((len(which), 2), np.int32)
+        changes[:, 0] = places = slots_changed[which] * self._host.shape[1] + columns
+        changes[:, 1] = tables[which, columns]
+        self._host.reshape(-1)[places] = changes[:, 1]
+        self._held[slots_changed] = _before_null(self._host[slots_changed])  # further columns are from before
+        return changes
 
 
 def _before_null(tables: I32) -> I32:

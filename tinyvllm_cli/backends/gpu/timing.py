@@ -8,6 +8,7 @@ from tinyvllm_cli.backends.base import Backend
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
 from tinyvllm_cli.backends.gpu.random_weights import fill_matrix
 from tinyvllm_cli.backends.timing import Rates
+from tinyvllm_cli.errors import ModelError
 
 READ_BLOCK, READ_PART = 256, 128 << 10  # threads, and bytes, of a block of cuda/read.cu
 READ_BYTES = 4 << 30  # at most: a millisecond, and far more than the L2 cache
@@ -61,10 +62,16 @@ class GpuTiming:
         self._events.clear()
 
     def _read_rate(self) -> float:
-        """Bytes a second that a sum over the KV pool reads, or over the embedding where that is larger."""
+        """Bytes a second that a sum over the KV pool reads, or over the embedding where that is larger; ModelError
+        where both are too small for one block."""
         arrays = (self._backend._cache.blocks, self._backend._parameters.embed.data)
         words = max(arrays, key=lambda array: array.nbytes)
         blocks = min(words.nbytes, READ_BYTES) // READ_PART
+        if not blocks:
+            raise ModelError(
+                f"the read rate cannot be measured over {words.nbytes} bytes of KV cache or embedding, wanted at least "
+                f"{READ_PART}: give more --slots, a larger --max-model-len, or a larger model"
+            )
         args = (words, self._device.buffers.token_ids)  # the sum goes where the next step draws its tokens
         nbytes: int = blocks * READ_PART
         return nbytes / self._best(lambda: self._device.launch("sum_words", (blocks,), READ_BLOCK, args))
