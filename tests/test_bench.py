@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -20,7 +22,7 @@ from tinyvllm_cli.bench.figures import median_trial
 from tinyvllm_cli.bench.meter import Meter
 from tinyvllm_cli.bench.runner import run_trial
 from tinyvllm_cli.bench.start import StartTimes
-from tinyvllm_cli.bench.table import table_rows
+from tinyvllm_cli.bench.table import HEAD, print_result, table_rows
 from tinyvllm_cli.bench.workloads import NAMED, random_requests
 from tinyvllm_cli.cli.options import RANDOM_WEIGHTS
 from tinyvllm_cli.config import EngineOptions
@@ -134,6 +136,49 @@ def test_the_trace_is_of_the_trial_in_the_middle_and_its_spans_nest(result):
             queue[event["name"]][event["ph"]] = event["ts"]
     for event in requests:
         _is_made_of_its_stats(event, queue[event["name"]], events)
+
+
+@pytest.mark.usefixtures("no_start")
+def test_names_that_are_no_text_are_in_the_file_as_strict_json(said, tiny: Path, tmp_path: Path, monkeypatch):
+    out = tmp_path / os.fsdecode(b"\xff.json")
+    monkeypatch.setattr("sys.argv", ["tinyvllm", str(out)])
+    assert said("bench", "-m", tiny, "--trials", "1", "--json", out, *CPU)[0] == 0
+    assert strict_json(out.read_bytes())["command"] == ["tinyvllm", f"{tmp_path}/?.json"]
+    assert b"\\ud" not in out.read_bytes()
+
+
+@pytest.mark.parametrize("columns", [20, 80, 110])
+def test_no_figure_is_cut_on_a_terminal_however_narrow(result, columns: int, monkeypatch: pytest.MonkeyPatch):
+    shown = on_terminal(monkeypatch, result["out"], columns)
+    rows = [*table_rows(result["out"]), HEAD]
+    assert all(word in shown for row in rows for text in row for word in text.split()) and "…" not in shown
+    assert ("│" in shown) == (columns > 20), "a frame where there is room for it"
+
+
+def test_what_the_encoding_of_standard_output_lacks_is_escaped(result, monkeypatch: pytest.MonkeyPatch):
+    found = {**result["out"], "model": {"name": "é", "path": None}}
+    for terminal in (False, True):
+        shown = on_terminal(monkeypatch, found, 110, encoding="ascii", terminal=terminal)
+        assert shown.startswith("\\xe9, float32 on the CPU")
+
+
+def on_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+    result: dict[str, Any],
+    columns: int,
+    *,
+    encoding: str = "utf-8",
+    terminal: bool = True,
+) -> str:
+    """What is printed of a result."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(out, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout", out)
+    print_result(result)
+    monkeypatch.undo()
+    out.seek(0)
+    return out.read()
 
 
 def test_the_trial_in_the_middle_is_the_one_of_the_median_or_the_quicker_of_two():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,8 @@ from tinyvllm_cli.errors import TinyvllmError, UsageError
 from tinyvllm_cli.io.said import warn
 from tinyvllm_cli.run_facts import machine_facts
 
-MARK = "tinyvllm_bench"  # the first key of a result, with the version of its form
+# The first key of a result, and of a trace, with the version of its form.
+MARK, TRACE_MARK = "tinyvllm_bench", "tinyvllm_trace"
 FORM = 1
 
 
@@ -76,7 +80,7 @@ def run_bench(options: BenchOptions, *, command: list[str], hold: Hold = nullcon
     check_workload(options.workload)
     _check(options)
     json_path = None if options.json is None else check_result_file("--json", options.json, MARK)
-    trace_path = None if options.trace is None else check_result_file("--trace", options.trace, "traceEvents")
+    trace_path = None if options.trace is None else check_result_file("--trace", options.trace, TRACE_MARK)
     say: Say = warn if sys.stderr.isatty() else silent
     started = datetime.now(UTC).isoformat(timespec="seconds")
     given = None if options.workload in NAMED else file_requests(options.workload)
@@ -84,20 +88,31 @@ def run_bench(options: BenchOptions, *, command: list[str], hold: Hold = nullcon
     with closing(_open(options)) as subject:
         requests = named_requests(options.workload, subject.num_ids) if given is None else given
         measured = measure(subject, options.workload, requests, options.trials, hold=hold, say=say)
-    start, failure = None, None
-    try:
+    start = None
+    failures: list[str] = []
+    with _later(failures):
         start = _start(subject, options, say)
-    except TinyvllmError as error:  # what was measured is not lost with it
-        failure = error
     facts = {MARK: FORM, "tinyvllm": __version__, "command": command, "started": started, "machine": machine_facts()}
     result = facts | _result(subject, options.workload, measured, start)
-    if json_path is not None:
-        write_result_file(json_path, result, indent=2)
-    if trace_path is not None:
-        write_result_file(trace_path, trace(median_trial(measured.trials)))
-    print_result(result)
-    if failure is not None:
-        raise failure
+    with _later(failures):
+        if json_path is not None:
+            write_result_file(json_path, result, indent=2)
+    with _later(failures):
+        if trace_path is not None:
+            write_result_file(trace_path, {TRACE_MARK: FORM, **trace(median_trial(measured.trials))})
+    with _later(failures):
+        print_result(result)
+    if failures:
+        raise TinyvllmError("; ".join(failures))
+
+
+@contextmanager
+def _later(failures: list[str]) -> Iterator[None]:
+    """What was measured is not lost with what fails then: it is told at the end."""
+    try:
+        yield
+    except TinyvllmError as error:
+        failures.append(str(error))
 
 
 def _check(options: BenchOptions) -> None:
@@ -110,8 +125,12 @@ def _check(options: BenchOptions) -> None:
             )
         if options.revision is not None:
             raise UsageError("--revision is that of a Hub model, and --random-weights takes none: leave it out")
-    if options.json is not None and options.trace is not None and Path(options.json) == Path(options.trace):
-        raise UsageError(f"--json and --trace are both {options.json}: give each a file of its own")
+    places = {"--json": options.json, "--trace": options.trace, "--write": options.write}
+    paths = {option: Path(os.path.realpath(name)) for option, name in places.items() if name is not None}
+    for one, other in combinations(paths, 2):
+        # A file holds no folder; one in a folder that is yet to be made is refused where its own is looked for.
+        if paths[one] in (paths[other], *paths[other].parents):
+            raise UsageError(f"{one} {places[one]} and {other} {places[other]} are one place: give each its own")
 
 
 def _open(options: BenchOptions) -> Subject:

@@ -6,35 +6,54 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tinyvllm_cli.errors import TinyvllmError
 from tinyvllm_cli.io.said import printable
 from tinyvllm_cli.model.storage import format_bytes
 
 Row = tuple[str, str, str]
+MAX_WIDTH = 10_000  # of a terminal
 HEAD: Row = ("figure", "median (least - most)", "beside it")
 
 Form = Callable[[float], str]
 
 
 def print_result(result: Mapping[str, Any]) -> None:
-    """On standard output."""
-    lines = [printable(line) for line in _about(result)]
-    rows = [tuple(map(printable, row)) for row in table_rows(result)]
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+    """On standard output. TinyvllmError where it takes nothing; BrokenPipeError where its reader is gone."""
+    lines = [_shown(line) for line in _about(result)]
+    rows = [tuple(map(_shown, row)) for row in table_rows(result)]
+    try:
+        if not (sys.stdout.isatty() and _print_framed(lines, rows)):
+            for line in lines:
+                print(line, flush=True)  # at once, so that a reader who is gone is noticed here
+            _print_columns([HEAD, *rows])
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise TinyvllmError(f"cannot write standard output: {error.strerror}") from None
 
-        table = Table(*HEAD)
-        for row in rows:
-            table.add_row(*map(Text, row))  # a Text holds no markup and no :emoji:
-        console = Console()
-        for line in lines:
-            console.print(Text(line))
-        console.print(table)
-        return
+
+def _shown(text: str) -> str:
+    """One printable line, of what the encoding of standard output has."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _print_framed(lines: Sequence[str], rows: Sequence[tuple[str, ...]]) -> bool:
+    """False, and nothing printed, where the terminal is too narrow for the words in it."""
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    table = Table(*(Column(name, overflow="fold") for name in HEAD))  # in lines, where rich would cut
+    for row in rows:
+        table.add_row(*map(Text, row))  # a Text holds no markup and no :emoji:
+    console = Console()
+    if console.measure(table, options=console.options.update(width=MAX_WIDTH)).minimum > console.width:
+        return False
     for line in lines:
-        print(line, flush=True)  # at once, so that a reader who is gone is noticed here
-    _print_columns([HEAD, *rows])
+        console.print(Text(line))
+    console.print(table)
+    return True
 
 
 def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:

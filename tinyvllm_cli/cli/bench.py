@@ -43,5 +43,5 @@ def bench(context: click.Context, /, **options: Any) -> None:
     try:
         run_bench(BenchOptions(**options), command=sys.argv, hold=context.obj)
     except Interrupted:
-        warn("stopped before the end: nothing is kept")
+        warn("stopped before the end: no figures are kept")
         raise
