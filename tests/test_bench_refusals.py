@@ -73,6 +73,12 @@ def test_what_cannot_be_is_refused_before_a_model_is_opened(said, tiny: Path, tm
     folder.mkdir()
     (bad := tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": 1}\n')
     (empty := tmp_path / "empty.jsonl").write_text("\n")
+    ids = {"prompt_token_ids": [1]}
+    text = write_lines(tmp_path / "ids.jsonl", [ids, ids, {"prompt": "a"}, {"prompt": "b"}])
+    stops = write_lines(tmp_path / "stops.jsonl", [{**ids, "stop": "a"}])
+    (plain := tmp_path / "plain.txt").write_text("\na\n")
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text("{}")
     random = ("--random-weights", "smollm2-135m")
     for args, message in [
         (("--random-weights", "llama-4"), "'llama-4' is not one of 'llama-3.2-1b'"),
@@ -83,7 +89,13 @@ def test_what_cannot_be_is_refused_before_a_model_is_opened(said, tiny: Path, tm
         (("--workload", "fast"), "--workload fast: wanted latency, mixed, short, prefix, or a .jsonl or .txt file"),
         (("--workload", tmp_path / "none.jsonl"), "cannot read the input"),
         (("--workload", empty), "holds no requests"),
-        (("--workload", empty, *random), "random weights have no tokenizer"),
+        (("--workload", text, *random), "ids.jsonl, line 3 holds text (prompt), and random weights have no tokenizer"),
+        (("--workload", plain, *random), "plain.txt, line 2 holds text (prompt), and random weights have no tokenizer"),
+        (
+            ("--workload", stops, *random),
+            "line 1 holds text (stop), and random weights have no tokenizer: give stop_to",
+        ),
+        ((*random, "--write", model), f"{model} is not empty: give the name of a new folder, or use the model in it"),
         (("--json", other), "notes.json exists and is something else"),
         (("--trace", other), "notes.json exists and is something else"),
         (("--json", folder), "is a directory"),
@@ -100,7 +112,8 @@ def test_what_cannot_be_is_refused_before_a_model_is_opened(said, tiny: Path, tm
         assert message in refused(*args, said=said), args
     assert "request line-2, line 2 failed: prompt is 1" in refused("--workload", bad, said=said, code=1)
     assert other.read_text() == '{"my": "notes"}' and sorted(path.name for path in tmp_path.iterdir()) == [
-        "bad.jsonl", "empty.jsonl", "folder", "link", "notes.json", "theirs.json"
+        "bad.jsonl", "empty.jsonl", "folder", "ids.jsonl", "link", "model", "notes.json", "plain.txt", "stops.jsonl",
+        "theirs.json",
     ]  # fmt: skip
 
 

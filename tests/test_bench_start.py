@@ -58,7 +58,10 @@ def test_a_process_without_an_answer_fails_with_its_last_words(interpreter, scri
         start.time_start(Path("/models/a"), [], 128)
 
 
-@pytest.mark.parametrize(("script", "what"), [("exec sleep 60", "answer"), ("echo answer; exec sleep 60", "end")])
+@pytest.mark.parametrize(
+    ("script", "what"),
+    [("exec sleep 60", "answer"), ("echo answer; exec sleep 60", "end"), ("printf answ; exec sleep 60", "end")],
+)
 def test_a_process_that_hangs_is_ended(interpreter, monkeypatch, script: str, what: str):
     interpreter(script)
     monkeypatch.setattr(start, "TIMEOUT_S", 0.3)

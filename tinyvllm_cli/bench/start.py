@@ -56,7 +56,7 @@ def _seconds(command: list[str], line: bytes, cache: str) -> float:
                 process.stdin.write(line)
                 process.stdin.close()
             ready, _, _ = select.select([process.stdout], [], [], TIMEOUT_S)
-            answered = bool(ready and process.stdout.readline())
+            answered = bool(ready and os.read(process.stdout.fileno(), 1))  # no whole line: it may never end
             seconds = time.perf_counter() - started
             code = None
             with suppress(subprocess.TimeoutExpired):

@@ -19,7 +19,7 @@ Form = Callable[[float], str]
 
 def print_result(result: Mapping[str, Any]) -> None:
     """On standard output. TinyvllmError where it takes nothing; BrokenPipeError where its reader is gone."""
-    lines = [_shown(line) for line in _about(result)]
+    lines = [_shown(line) for line in about(result)]
     rows = [tuple(map(_shown, row)) for row in table_rows(result)]
     try:
         if not (sys.stdout.isatty() and _print_framed(lines, rows)):
@@ -62,16 +62,23 @@ def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
         print(f"{figure:{widths[0]}}  {value:{widths[1]}}  {beside}".rstrip(), flush=True)
 
 
-def _about(result: Mapping[str, Any]) -> Iterable[str]:
-    """What was measured on what."""
-    model, backend, limits, workload = (result[name] for name in ("model", "backend", "limits", "workload"))
-    yield (
-        f"{model['name']}, {backend['dtype']} on the {backend['device']}, {limits['max_slots']} slots, steps of "
-        f"{limits['max_batch_tokens']} rows, context {limits['max_seq_len']}"
+def subject_line(result: Mapping[str, Any]) -> str:
+    """The model, and how it is run: of a result, or of what is known of it before anything is measured."""
+    model, backend, limits = (result[name] for name in ("model", "backend", "limits"))
+    return (
+        f"{model['name']}, {backend['dtype']} on the {backend['device']}, {_counted(limits['max_slots'], 'slot')}, "
+        f"steps of {_counted(limits['max_batch_tokens'], 'row')}, context {limits['max_seq_len']}"
     )
+
+
+def about(result: Mapping[str, Any]) -> Iterable[str]:
+    """What was measured on what."""
+    backend, workload = result["backend"], result["workload"]
+    yield subject_line(result)
     yield (
-        f"workload {workload['name']}: {workload['requests']:,} requests, {workload['prompt_tokens']:,} tokens in, "
-        f"{workload['output_tokens']:,} out; trials: {len(result['trials'])}, after one that does not count"
+        f"workload {workload['name']}: {_counted(workload['requests'], 'request')}, "
+        f"{_counted(workload['prompt_tokens'], 'token')} in, {workload['output_tokens']:,} out; "
+        f"{_counted(len(result['trials']), 'trial')}, after one that does not count"
     )
     versions = {name: value for name, value in backend.items() if isinstance(value, str) and name not in SHOWN}
     yield ", ".join(["tinyvllm " + result["tinyvllm"], *(f"{name} {value}" for name, value in versions.items())])
@@ -91,8 +98,10 @@ def _speed(result: Mapping[str, Any]) -> list[Row]:
         _row("output tokens/s", figures["tokens_per_s"], _amount, f"limit {_amount(limit['tokens_per_s'])}"),
         _row("of the limit", figures["of_limit"], _share),
         _row("seconds", figures["seconds"], _seconds, f"limit {_seconds(limit['seconds'])}"),
-        _row("of the read rate", figures["of_read_rate"], _share, _rate(rates["read"], "B/s")),
-        _row("of the product rate", figures["of_product_rate"], _share, _rate(rates["product"], "FLOP/s")),
+        _row("of the read rate", figures["of_read_rate"], _share, f"measured {_rate(rates['read'], 'B/s')}"),
+        _row(
+            "of the product rate", figures["of_product_rate"], _share, f"measured {_rate(rates['product'], 'FLOP/s')}"
+        ),
         _row("TTFT p50", figures["ttft_p50_s"], _seconds, "queue included"),
         _row("TTFT p99", figures["ttft_p99_s"], _seconds),
         _row("TPOT p50", figures["tpot_p50_ms"], _milliseconds),
@@ -140,6 +149,10 @@ def _row(figure: str, spread: Mapping[str, float] | None, form: Form, beside: st
         return figure, "-", beside
     median, least, most = (form(spread[name]) for name in ("median", "least", "most"))
     return figure, median if least == most else f"{median} ({least} - {most})", beside
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'s' * (count != 1)}"
 
 
 def _median(spread: Mapping[str, float]) -> str:
