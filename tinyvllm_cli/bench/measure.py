@@ -66,7 +66,15 @@ def _run(
     meter = Meter(subject.backend, timing)
     trials: list[Trial] = []
     for number in range(num_trials + 1):
-        trial = run_trial(meter, timing, subject.codec, requests, eos_token_ids=subject.eos_token_ids, hold=hold)
+        trial = run_trial(
+            meter,
+            timing,
+            subject.codec,
+            requests,
+            eos_token_ids=subject.eos_token_ids,
+            prefix_cache=subject.engine.prefix_cache,
+            hold=hold,
+        )
         if not trial.output_tokens:
             raise UsageError(f"{workload} asks for no token: there is nothing to measure")
         name = f"trial {number} of {num_trials}" if number else "warm-up"
