@@ -15,7 +15,7 @@ from contextlib import closing, nullcontext
 
 import numpy as np
 
-from tinyvllm_cli.bench.measure import Measured, measure, silent
+from tinyvllm_cli.bench.measure import Measured, measure
 from tinyvllm_cli.bench.subject import open_random
 from tinyvllm_cli.bench.workloads import random_requests
 from tinyvllm_cli.config import EngineOptions, ModelConfig
@@ -60,7 +60,7 @@ def main() -> None:
         print("| --- | --- | --- | --- | --- |")
         for count in COUNTS:
             requests = random_requests([TOKENS // count] * count, [1] * count, num_ids=subject.num_ids)
-            found = measure(subject, "prefill", requests, options.trials, hold=nullcontext, say=silent)
+            found = measure(subject, "prefill", requests, options.trials, hold=nullcontext)
             print(line(count, subject.config, found), flush=True)
 
 

@@ -73,8 +73,7 @@ struct Keys {
         return cache + ((size_t)block * block_stride + layer_head);
     }
     __device__ __forceinline__ const elem* v(int block) const { return k(block) + to_values; }
-    // The block of a key, from the L2 cache: the L1 cache may hold what an earlier step had there.
-    __device__ __forceinline__ int block(int key) const { return __ldcg(tables + row + key / BLOCK_SIZE); }
+    __device__ __forceinline__ int block(int key) const { return tables[row + key / BLOCK_SIZE]; }  // of a key
 };
 
 __device__ __forceinline__ Keys make_keys(const elem* cache, const int* tables, int slot, int table_width, int end,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -17,15 +19,14 @@ from command import read_answers, run_here, strict_json, write_lines
 from tinyvllm_cli.backends.timing import open_timing
 from tinyvllm_cli.bench import bench
 from tinyvllm_cli.bench.figures import median_trial
+from tinyvllm_cli.bench.measure import Measured, measure
 from tinyvllm_cli.bench.meter import Meter
 from tinyvllm_cli.bench.runner import run_trial
 from tinyvllm_cli.bench.start import StartTimes
-from tinyvllm_cli.bench.table import table_rows
-from tinyvllm_cli.bench.workloads import NAMED, random_requests
-from tinyvllm_cli.cli.options import RANDOM_WEIGHTS
+from tinyvllm_cli.bench.table import HEAD, about, print_result, table_rows
+from tinyvllm_cli.bench.workloads import random_requests
 from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.load import open_engine
-from tinyvllm_cli.model import presets
 from tinyvllm_cli.types import Completion, Request
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -83,6 +84,15 @@ def test_the_table_has_the_figures_of_the_file(result):
     ]
 
 
+def test_one_is_no_plural(result):
+    found = {**result["out"], "trials": result["out"]["trials"][:1]}
+    found["workload"] = {**found["workload"], "requests": 1, "prompt_tokens": 1}
+    (line,) = [line for line in about(found) if line.startswith("workload ")]
+    assert ": 1 request, 1 token in, " in line and "; 1 trial, after" in line
+    (line,) = [line for line in about(result["out"]) if line.startswith("workload ")]
+    assert ": 7 requests, " in line and "; 3 trials, after" in line
+
+
 def test_the_tokens_of_the_figure_are_those_of_a_run(result, tiny: Path, tmp_path: Path):
     assert run_here("run", result["source"], "-m", tiny, "-o", tmp_path / "out.jsonl", *CPU) == 0
     usages = [answer["usage"] for answer in read_answers(tmp_path / "out.jsonl")]
@@ -108,6 +118,7 @@ def test_figures_are_medians_of_the_trials_beside_the_limit(result):
         assert sum(trial[f"{kind}_steps"] for kind in ("prompt", "mixed", "decode")) == trial["steps"]
         assert 0 < trial["host_ms"] < trial["step_ms"] and 0 < trial["busy"] <= 1
     assert limit["steps"] <= min(trial["steps"] for trial in trials)
+    assert found["backend"]["threads"] == 1 and found["machine"]["available_cpus"] >= 1
     assert found["limits"]["max_slots"] == 3 and found["memory"]["used_bytes"] > 0
     assert found["start"]["first_s"] > 0 and found["start"]["again_s"] > 0
 
@@ -136,9 +147,63 @@ def test_the_trace_is_of_the_trial_in_the_middle_and_its_spans_nest(result):
         _is_made_of_its_stats(event, queue[event["name"]], events)
 
 
+@pytest.mark.usefixtures("no_start")
+def test_names_that_are_no_text_are_in_the_file_as_strict_json(said, tiny: Path, tmp_path: Path, monkeypatch):
+    out = tmp_path / os.fsdecode(b"\xff.json")
+    monkeypatch.setattr("sys.argv", ["tinyvllm", str(out)])
+    assert said("bench", "-m", tiny, "--trials", "1", "--json", out, *CPU)[0] == 0
+    assert strict_json(out.read_bytes())["command"] == ["tinyvllm", f"{tmp_path}/?.json"]
+    assert b"\\ud" not in out.read_bytes()
+
+
+@pytest.mark.parametrize("columns", [20, 80, 110])
+def test_no_figure_is_cut_on_a_terminal_however_narrow(result, columns: int, monkeypatch: pytest.MonkeyPatch):
+    shown = on_terminal(monkeypatch, result["out"], columns)
+    rows = [*table_rows(result["out"]), HEAD]
+    assert all(word in shown for row in rows for text in row for word in text.split()) and "…" not in shown
+    assert ("│" in shown) == (columns > 20), "a frame where there is room for it"
+
+
+def test_what_the_encoding_of_standard_output_lacks_is_escaped(result, monkeypatch: pytest.MonkeyPatch):
+    found = {**result["out"], "model": {"name": "é", "path": None}}
+    for terminal in (False, True):
+        shown = on_terminal(monkeypatch, found, 110, encoding="ascii", terminal=terminal)
+        assert shown.startswith("\\xe9, float32 on the CPU")
+
+
+def on_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+    result: dict[str, Any],
+    columns: int,
+    *,
+    encoding: str = "utf-8",
+    terminal: bool = True,
+) -> str:
+    """What is printed of a result."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(out, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout", out)
+    print_result(result)
+    monkeypatch.undo()
+    out.seek(0)
+    return out.read()
+
+
 def test_the_trial_in_the_middle_is_the_one_of_the_median_or_the_quicker_of_two():
     trials = [SimpleNamespace(seconds=seconds) for seconds in (3.0, 1.0, 2.5, 9.0)]
     assert [median_trial(trials[:count]).seconds for count in (1, 2, 3, 4)] == [3.0, 1.0, 2.5, 2.5]
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize("traced", [False, True])
+def test_answers_and_steps_are_kept_for_a_trace_only(said, tiny: Path, tmp_path: Path, monkeypatch, traced: bool):
+    """A thousand trials must not hold a thousand times that."""
+    measured: list[Measured] = []
+    monkeypatch.setattr(bench, "measure", lambda *a, **options: measured.append(measure(*a, **options)) or measured[0])
+    trace = ("--trace", tmp_path / "trace.json") if traced else ()
+    assert said("bench", "-m", tiny, "--trials", "2", *trace, *CPU)[0] == 0
+    assert [kept.whole is not None for kept in measured[0].trials] == [traced] * 2
 
 
 def _follow_each_other(events: list[dict[str, Any]]) -> None:
@@ -179,37 +244,6 @@ def test_answers_are_those_without_a_clock_around_the_backend(tiny: Path):
     assert trial.output_tokens == 27 and trial.counts == {}
 
 
-# ---------------------------------------------------------------- models and workloads
-
-
-TINY_PRESET = {
-    **presets.PRESETS["smollm2-135m"],
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2},
-}
-
-
-@pytest.fixture
-def small_presets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presets, "PRESETS", {"smollm2-135m": TINY_PRESET})
-    monkeypatch.setattr("tinyvllm_cli.model.random_weights.PRESETS", {"smollm2-135m": TINY_PRESET})
-
-
-@pytest.mark.usefixtures("small_presets")
-def test_random_weights_are_measured_and_written_as_a_model(said, tmp_path: Path):
-    folder, out = tmp_path / "model", tmp_path / "out.json"
-    options = ("--random-weights", "smollm2-135m", "--trials", "1", "--json", out, *CPU)
-    code, shown, errors = said("bench", *options, "--write", folder)
-    assert (code, errors) == (0, "")
-    found = json.loads(out.read_bytes())
-    assert found["workload"]["output_tokens"] == 256 and found["start"]["first_s"] > 0
-    assert len(list(folder.glob("*.safetensors"))) == 2
-    code, shown, errors = said("bench", "-m", folder, "--trials", "1", *CPU)
-    assert code == 0 and "start to first token, again" in shown
-    code, shown, errors = said("bench", *options)
-    assert code == 0 and "not measured" in shown and json.loads(out.read_bytes())["start"] is None
-
-
 @pytest.mark.usefixtures("no_start")
 def test_prompts_of_the_prefix_workload_share_what_the_result_says(said, tiny: Path, tmp_path: Path, monkeypatch):
     def few(name: str, num_ids: int) -> list[Request]:
@@ -220,8 +254,3 @@ def test_prompts_of_the_prefix_workload_share_what_the_result_says(said, tiny: P
     assert said("bench", "--workload", "prefix", "-m", tiny, "--json", out, *CPU)[0] == 0
     workload = json.loads(out.read_bytes())["workload"]
     assert (workload["prompt_tokens"], workload["output_tokens"], workload["shared_tokens"]) == (63, 7, 16)
-
-
-def test_the_names_of_the_options_are_those_of_the_files():
-    lengths = json.loads((Path(bench.__file__).parent / "workloads.json").read_text())
-    assert tuple(lengths) == NAMED and tuple(presets.PRESETS) == RANDOM_WEIGHTS

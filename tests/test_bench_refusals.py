@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run_here, write_lines
+from command import TINYVLLM, run_here, strict_json, write_lines
 
 from tinyvllm_cli.backends.cpu.backend import CpuBackend, Done
 from tinyvllm_cli.bench import bench, subject
@@ -62,11 +66,19 @@ def unopened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unopened")
 def test_what_cannot_be_is_refused_before_a_model_is_opened(said, tiny: Path, tmp_path: Path):
-    other, folder = tmp_path / "notes.json", tmp_path / "folder"
+    other, folder, theirs, link = (tmp_path / name for name in ("notes.json", "folder", "theirs.json", "link"))
     other.write_text('{"my": "notes"}')
+    theirs.write_text('{"traceEvents": []}')
+    link.symlink_to(tmp_path / "a")
     folder.mkdir()
     (bad := tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": 1}\n')
     (empty := tmp_path / "empty.jsonl").write_text("\n")
+    ids = {"prompt_token_ids": [1]}
+    text = write_lines(tmp_path / "ids.jsonl", [ids, ids, {"prompt": "a"}, {"prompt": "b"}])
+    stops = write_lines(tmp_path / "stops.jsonl", [{**ids, "stop": "a"}])
+    (plain := tmp_path / "plain.txt").write_text("\na\n")
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text("{}")
     random = ("--random-weights", "smollm2-135m")
     for args, message in [
         (("--random-weights", "llama-4"), "'llama-4' is not one of 'llama-3.2-1b'"),
@@ -77,18 +89,31 @@ def test_what_cannot_be_is_refused_before_a_model_is_opened(said, tiny: Path, tm
         (("--workload", "fast"), "--workload fast: wanted latency, mixed, short, prefix, or a .jsonl or .txt file"),
         (("--workload", tmp_path / "none.jsonl"), "cannot read the input"),
         (("--workload", empty), "holds no requests"),
-        (("--workload", empty, *random), "random weights have no tokenizer"),
+        (("--workload", text, *random), "ids.jsonl, line 3 holds text (prompt), and random weights have no tokenizer"),
+        (("--workload", plain, *random), "plain.txt, line 2 holds text (prompt), and random weights have no tokenizer"),
+        (
+            ("--workload", stops, *random),
+            "line 1 holds text (stop), and random weights have no tokenizer: give stop_to",
+        ),
+        ((*random, "--write", model), f"{model} is not empty: give the name of a new folder, or use the model in it"),
         (("--json", other), "notes.json exists and is something else"),
         (("--trace", other), "notes.json exists and is something else"),
         (("--json", folder), "is a directory"),
         (("--json", tmp_path / "no" / "out.json"), "does not exist: make it first"),
         (("--json", "/proc/out.json"), "cannot be written"),
-        (("--json", tmp_path / "a", "--trace", tmp_path / "a"), "give each a file of its own"),
+        (("--json", tmp_path / "a", "--trace", tmp_path / "a"), "are one place: give each its own"),
+        (("--json", tmp_path / "a", "--trace", tmp_path / "folder" / ".." / "a"), "are one place: give each its own"),
+        (("--json", tmp_path / "a", "--trace", link), "are one place: give each its own"),
+        ((*random, "--json", tmp_path / "a", "--write", tmp_path / "a"), "are one place: give each its own"),
+        ((*random, "--trace", tmp_path / "a", "--write", tmp_path / "a" / "b"), "are one place: give each its own"),
+        (("--json", "-"), "--json is a file, wanted a name"),
+        (("--trace", theirs), "theirs.json exists and is something else"),
     ]:
         assert message in refused(*args, said=said), args
     assert "request line-2, line 2 failed: prompt is 1" in refused("--workload", bad, said=said, code=1)
     assert other.read_text() == '{"my": "notes"}' and sorted(path.name for path in tmp_path.iterdir()) == [
-        "bad.jsonl", "empty.jsonl", "folder", "notes.json"
+        "bad.jsonl", "empty.jsonl", "folder", "ids.jsonl", "link", "model", "notes.json", "plain.txt", "stops.jsonl",
+        "theirs.json",
     ]  # fmt: skip
 
 
@@ -143,7 +168,61 @@ def test_an_interrupt_ends_it_with_a_line(tiny: Path, tmp_path: Path, monkeypatc
     with pytest.raises(Interrupted) as caught:
         run_here("bench", "-m", tiny, "--json", tmp_path / "out.json", *CPU)
     assert caught.value.exit_code == 130 and not list(tmp_path.iterdir())
-    assert capfd.readouterr() == ("", "stopped before the end: nothing is kept\n")
+    assert capfd.readouterr() == ("", "stopped before the end: no figures are kept\n")
+
+
+@pytest.mark.usefixtures("no_start")
+def test_files_that_cannot_be_written_after_all_cost_the_table_nothing(said, tiny: Path, tmp_path: Path, monkeypatch):
+    out, trace = tmp_path / "out.json", tmp_path / "trace.json"
+    out.write_text('{"tinyvllm_bench": "of an earlier one"}')
+
+    def full(self: Path, text: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(text[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    code, shown, errors = said("bench", "-m", tiny, "--trials", "1", "--json", out, "--trace", trace, *CPU)
+    reasons = [f"cannot write {path}: No space left on device" for path in (out, trace)]
+    assert (code, errors) == (1, f"error: {'; '.join(reasons)}\n") and "output tokens/s" in shown
+    assert out.read_text() == '{"tinyvllm_bench": "of an earlier one"}' and list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.usefixtures("no_start")
+def test_a_link_stays_a_link_and_a_device_a_device(said, tiny: Path, tmp_path: Path):
+    (link := tmp_path / "link").symlink_to("out.json")
+    for _ in range(2):
+        assert said("bench", "-m", tiny, "--trials", "1", "--json", link, "--trace", "/dev/null", *CPU)[0] == 0
+        assert link.readlink() == Path("out.json") and strict_json((tmp_path / "out.json").read_bytes())
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "out.json"} and Path("/dev/null").is_char_device()
+
+
+def test_where_the_table_goes_no_file_goes(tiny: Path, tmp_path: Path):
+    """With one the other would be written over."""
+    for option in ("--json", "--trace"):
+        for stream in ("stdout", "stderr"):
+            out = tmp_path / "out.txt"
+            with out.open("wb") as file:
+                streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: file}
+                command = [*TINYVLLM, "bench", "-m", str(tiny), option, f"/dev/{stream}", *CPU]
+                run = subprocess.run(command, **streams, check=False)
+            said = out.read_bytes() if stream == "stderr" else run.stderr
+            name = {"stdout": "output", "stderr": "error"}[stream]
+            assert run.returncode == 2, said
+            assert said.decode() == f"error: {option} /dev/{stream} is where standard {name} goes: give another name\n"
+
+
+@pytest.mark.usefixtures("no_start")
+def test_a_standard_output_that_takes_nothing_is_named(tiny: Path, tmp_path: Path, monkeypatch, capfd):
+    out = tmp_path / "out.json"
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert run_here("bench", "-m", tiny, "--trials", "1", "--json", out, *CPU) == 1
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+    assert capfd.readouterr().err == "error: cannot write standard output: No space left on device\n"
+    assert strict_json(out.read_bytes())["trials"]
 
 
 def test_a_start_that_fails_says_why_and_leaves_the_figures(said, tiny: Path, monkeypatch):

@@ -28,7 +28,7 @@ from tinyvllm_cli.types import Batch, SlotOptions
 pytestmark = pytest.mark.gpu
 
 SHAPE = {
-    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64,
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
     "max_position_embeddings": 640,
 }  # fmt: skip
 SLOTS, EACH = 48, 25  # blocks of a slot
@@ -43,9 +43,9 @@ extern "C" __global__ void spin(long long cycles) {
 CYCLES = 300_000  # a fifth of a millisecond
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(make_tiny_model(tmp_path_factory.mktemp("model"), **SHAPE))
+@pytest.fixture(scope="module", params=[64, 128, 256])  # each has its own way through attention
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(make_tiny_model(tmp_path_factory.mktemp("model"), **SHAPE, head_dim=request.param))
 
 
 @pytest.fixture(autouse=True)

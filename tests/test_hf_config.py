@@ -299,3 +299,10 @@ def test_json_that_is_no_json_is_refused_by_file_and_place(text: str, message: s
     with pytest.raises(ModelError, match=rf"tokenizer_config\.json: .*{message}") as error:
         open_checkpoint(model)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": 1', "[1,]"])
+def test_a_file_that_is_no_json_is_told_with_what_mends_it(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json: found no JSON \(.+\): is it whole\? Take the file again"):
+        read_json(tmp_path / "config.json", HFConfig)

@@ -58,6 +58,13 @@ def test_the_home_folder_is_known(here, monkeypatch):
     assert find_model("~/m.gguf").path == here / "m.gguf"
 
 
+def test_a_name_with_a_tilde_behind_a_folder_is_no_home(here, monkeypatch):
+    (here / "~").mkdir()
+    (here / "~" / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("HOME", "/no/such/home")
+    assert find_model("./~/m.gguf").path.samefile(here / "~" / "m.gguf")
+
+
 def test_a_folder_that_is_no_model_does_not_stand_before_the_catalogue(here):
     (here / DEFAULT_MODEL).mkdir()
     with pytest.raises(ModelError, match="TINYVLLM_OFFLINE"):  # the catalogue's answer

@@ -103,8 +103,41 @@ def test_an_empty_folder_is_taken_and_any_other_is_left_alone(tmp_path: Path):
         for refused in (check_folder, write):
             with pytest.raises(UsageError, match=f"{name} {message}: give the name of a new one"):
                 refused(tmp_path / name)
+    with pytest.raises(UsageError, match="has a name with control characters, which no model has"):
+        check_folder(tmp_path / "a\nb")
     assert contents(tmp_path / "full") == {"notes": b"mine"} and (tmp_path / "file").read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir()} == {"empty", "link", "file", "full"}
+
+
+def test_a_folder_that_is_there_stays_the_one_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A process may be in it, and another disk may be mounted there, whose room counts."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    before, asked = (tmp_path / "empty").stat().st_ino, list[Path]()
+    monkeypatch.setattr(random_folder, "free_bytes", lambda folder: asked.append(folder) or 1 << 40)
+    write(Path())
+    assert (tmp_path / "empty").stat().st_ino == before and asked == [tmp_path / "empty"]
+    open_checkpoint(Path())
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"] and not list(Path().glob("*.part"))
+
+
+def test_two_processes_do_not_fill_one_folder(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+
+    def other() -> None:
+        with pytest.raises(UsageError, match="is not empty"):
+            write(tmp_path / "model")
+
+    write(tmp_path / "model", tensors=Ending(other))
+    open_checkpoint(tmp_path / "model")
+
+
+def test_what_somebody_puts_into_the_folder_meanwhile_is_left_alone(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    notes = tmp_path / "model" / "config.json"
+    with pytest.raises(ModelError, match=r"cannot be written to [^:]+: Directory not empty"):
+        write(tmp_path / "model", tensors=Ending(lambda: notes.write_text("mine")))
+    assert contents(tmp_path / "model") == {"config.json": b"mine"}
 
 
 class Ending(RandomTensors):
@@ -126,9 +159,26 @@ def test_an_end_before_its_time_leaves_nothing(kind: type[BaseException], tmp_pa
         assert [path.name for path in tmp_path.iterdir()] != []
         raise kind
 
-    with pytest.raises(kind):
-        write(tmp_path / "model", tensors=Ending(end))
-    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        with pytest.raises(kind):
+            write(tmp_path / "model", tensors=Ending(end))
+        assert [path for path in tmp_path.rglob("*") if path.name != "model"] == []
+        (tmp_path / "model").mkdir(exist_ok=True)  # and again, in a folder that is there
+
+
+def test_an_end_while_files_get_their_place_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    replace = Path.replace
+
+    def ending(self: Path, target: Path) -> Path:
+        if self.name == "config.json":
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(Path, "replace", ending)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "model")
+    assert [path.name for path in tmp_path.rglob("*")] == ["model"]
 
 
 def test_a_killed_process_leaves_no_model(tmp_path: Path):
@@ -157,9 +207,11 @@ def test_a_disk_without_room_is_named_before_anything_is_written(tmp_path: Path,
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
-    for name in ("file/model", "loop"):
-        with pytest.raises(ModelError, match=f"cannot be written to {tmp_path / name}: "):
-            write(tmp_path / name)
+    with pytest.raises(ModelError, match=f"cannot be written to {tmp_path / 'loop'}: "):
+        write(tmp_path / "loop")
+    for name in ("file/model", "file/model/of"):
+        with pytest.raises(UsageError, match=f"{name} lies in {tmp_path / 'file'}, which is no folder"):
+            check_folder(tmp_path / name)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "loop"}
 
 

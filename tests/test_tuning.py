@@ -158,7 +158,7 @@ def tuned(library: Library, cache: Path | None, max_rows: int = 20, card: str = 
     layer = SimpleNamespace(**{name: SimpleNamespace(data=host(shape)) for name, shape in SHAPES.items()})
     device = SimpleNamespace(
         blas=library,
-        card=SimpleNamespace(name=card, cuda=library),
+        card=SimpleNamespace(name=card, multiprocessors=7, cuda=library),
         stream=library,
         buffers=SimpleNamespace(**arrays, **outs, logits=logits),
     )
@@ -195,6 +195,19 @@ def test_our_own_kernel_runs_few_rows_where_it_is_quicker_and_has_the_bits(
     assert set(library.chosen.values()) == {1}
 
 
+def test_few_rows_have_the_bits_of_the_most():
+    """On a card where the number of rows decides how a sum goes: what sums as the most rows do is taken."""
+
+    class ByRows(Library):
+        def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
+            self.other_bits = (0,) if padded_rows(rows, add=add) < 16 else ()
+            super().product(out, a, weight, rows, add=add)
+
+    library = tuned(ByRows([1.0, 5.0]), None)
+    picked = {rows: index for (_, rows, add), index in library.chosen.items() if not add}
+    assert picked == {1: 1, 2: 1, 4: 1, 8: 1, 16: 0, 32: 0}
+
+
 def test_other_kernels_are_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first = tuned(Library([1.0], skinny=0.5), tmp_path)
     again = tuned(Library([1.0], skinny=2.0), tmp_path)
@@ -213,12 +226,12 @@ def test_what_was_timed_is_remembered_for_card_and_library(tmp_path: Path):
     again = tuned(Library([1.0, 5.0]), tmp_path)
     assert first.products > 0 == again.products
     assert again.chosen == first.chosen
-    assert [path.name for path in (tmp_path / "algorithms").iterdir()] == ["a card 1.2.3.json"]
+    assert [path.name for path in (tmp_path / "algorithms").iterdir()] == ["a card 7 1.2.3.json"]
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"4 rows": "x"}', "\0", json.dumps({"x": 10**30})])
 def test_a_damaged_memory_is_made_again(content: str, tmp_path: Path):
-    path = tmp_path / "algorithms" / "a card 1.2.3.json"
+    path = tmp_path / "algorithms" / "a card 7 1.2.3.json"
     path.parent.mkdir()
     path.write_text(content)
     assert set(tuned(Library([5.0, 1.0]), tmp_path).chosen.values()) == {1}
@@ -235,7 +248,7 @@ def test_what_another_process_has_kept_meanwhile_stays(tmp_path: Path):
         """Another model's choices come into the file while this one's are timed."""
 
         def eventCreate(self) -> int:
-            path = tmp_path / "algorithms" / "a card 1.2.3.json"
+            path = tmp_path / "algorithms" / "a card 7 1.2.3.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text('{"another product": 3}')
             return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import secrets
@@ -16,6 +17,7 @@ import msgspec
 
 from tinyvllm_cli.backends.base import Backend
 from tinyvllm_cli.errors import ModelError, UsageError
+from tinyvllm_cli.model.hub import CONTROL
 from tinyvllm_cli.model.presets import HFConfig
 from tinyvllm_cli.model.random_weights import BF16, DTYPE, read_preset
 from tinyvllm_cli.model.storage import format_bytes, free_bytes
@@ -34,10 +36,14 @@ def check_folder(folder: Path) -> None:
     """UsageError where something is in the folder, or it is none: a cheap check before a model is made."""
     try:
         found = None
-        if folder.is_dir():
+        if CONTROL.search(os.path.realpath(folder)):
+            found = "has a name with control characters, which no model has"
+        elif folder.is_dir():
             found = "is not empty" if any(folder.iterdir()) else None
         elif folder.exists():
             found = "is no folder"
+        elif not (parent := next(filter(Path.exists, Path(os.path.realpath(folder)).parents))).is_dir():
+            found = f"lies in {parent}, which is no folder"
     except OSError as error:
         raise UsageError(f"{folder} cannot be looked at: {error.strerror}") from None
     if found:
@@ -56,26 +62,47 @@ def write_folder(folder: Path, config: HFConfig, tensors: TensorSource, *, progr
     """config.json with these keys, the tensors in its model's shapes, and a tokenizer.
 
     Another folder beside it is written and gets its name when it is whole, config.json last: what a killed process
-    leaves is no model. progress: a bar on standard error, where that is a terminal.
+    leaves is no model. A folder that is there stays the one it is, mounted or somebody's current one: the other is
+    written inside of it, and what it holds is moved. progress: a bar on standard error, where that is a terminal.
     UsageError as of check_folder; ModelError where there is no room or it cannot be written.
     """
     folder = Path(os.path.realpath(folder))  # where a link leads to; Path.resolve raises where it leads round
     check_folder(folder)
     shapes = tensor_shapes(read_preset(config))
-    part = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.part")
+    there = folder.exists()
+    # One name in a folder that is there, so that no two processes fill it.
+    part = folder / "model.part" if there else folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.part")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _require_room(folder.parent, shapes)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        _require_room(part.parent, shapes)
         part.mkdir()
         try:
             _write_weights(part, shapes, tensors, progress=progress)
             _write_text(part, config)
             _write_json(part / "config.json", config)
-            part.replace(folder)
+            if there:
+                _move_up(part)
+            else:
+                part.replace(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)  # its name is gone where all went well
     except OSError as error:
         raise ModelError(f"the model cannot be written to {folder}: {error.strerror}") from error
+
+
+def _move_up(part: Path) -> None:
+    """What is in a folder into its parent, which holds nothing else; all of it, config.json last, or nothing."""
+    if set(part.parent.iterdir()) != {part}:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+    moved: list[Path] = []
+    try:
+        for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):
+            moved.append(part.parent / path.name)
+            path.replace(moved[-1])
+    except BaseException:
+        for path in moved:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _require_room(parent: Path, shapes: Shapes) -> None:

@@ -6,12 +6,15 @@ import hashlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli import __version__
+from tinyvllm_cli.backends.machine import available_cpus
 from tinyvllm_cli.io.fields import shown
 from tinyvllm_cli.io.prompts import Defaults
 from tinyvllm_cli.io.scan import Scan
@@ -48,7 +51,9 @@ def machine_facts() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
         "processor": platform.machine(),
+        "cpu_model": _cpu_model(),
         "cpus": os.cpu_count(),
+        "available_cpus": available_cpus(),
         "python": platform.python_version(),
         "libraries": {name: _version(name) for name in LIBRARIES},
     }
@@ -118,6 +123,16 @@ def answers_line(loaded: LoadedModel, output: str, params: SamplingParams, *, se
         note = "; the model suggests no sampling, so --model-sampling changes nothing" if model_sampling else ""
     limit = f"at most {params.max_tokens} tokens{''.join(more)}"
     return f"answers: {output}; where a line says nothing else: {how}, {limit}{note}"
+
+
+def _cpu_model() -> str | None:
+    """As the kernel calls it; None where nothing names it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or None
 
 
 def _version(library: str) -> str | None:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import closing, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from tinyvllm_cli import __version__
 from tinyvllm_cli.backends.choose import BackendName
+from tinyvllm_cli.bench.display import Display
 from tinyvllm_cli.bench.figures import median_trial, result_figures
-from tinyvllm_cli.bench.measure import Measured, Say, measure, silent
+from tinyvllm_cli.bench.measure import Measured, measure
 from tinyvllm_cli.bench.result_file import check_result_file, write_result_file
 from tinyvllm_cli.bench.runner import Hold
 from tinyvllm_cli.bench.start import StartTimes, time_start
-from tinyvllm_cli.bench.subject import Subject, open_model, open_random
-from tinyvllm_cli.bench.table import print_result
+from tinyvllm_cli.bench.subject import Subject, model_option, open_model, open_random
+from tinyvllm_cli.bench.table import print_result, subject_line
 from tinyvllm_cli.bench.trace import trace
 from tinyvllm_cli.bench.workloads import NAMED, check_workload, file_requests, named_requests
 from tinyvllm_cli.config import GPU_MEMORY, AskedDtype, EngineOptions
 from tinyvllm_cli.errors import TinyvllmError, UsageError
 from tinyvllm_cli.io.said import warn
 from tinyvllm_cli.run_facts import machine_facts
+from tinyvllm_cli.types import Request
 
-MARK = "tinyvllm_bench"  # the first key of a result, with the version of its form
+# The first key of a result, and of a trace, with the version of its form.
+MARK, TRACE_MARK = "tinyvllm_bench", "tinyvllm_trace"
 FORM = 1
 
 
@@ -79,42 +85,64 @@ def run_bench(options: BenchOptions, *, command: list[str], hold: Hold = nullcon
     check_workload(options.workload)
     _check(options)
     json_path = None if options.json is None else check_result_file("--json", options.json, MARK)
-    trace_path = None if options.trace is None else check_result_file("--trace", options.trace, "traceEvents")
-    say: Say = warn if sys.stderr.isatty() else silent
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    given = None if options.workload in NAMED else file_requests(options.workload)
-    say("opening the model")
+    trace_path = None if options.trace is None else check_result_file("--trace", options.trace, TRACE_MARK)
+    given = _file_requests(options)
+    display, facts = Display(shown=sys.stderr is not None and sys.stderr.isatty()), _facts(command)
+    display.say("opening the model")
     with closing(_open(options)) as subject:
+        facts |= _subject_facts(subject, facts["machine"])
+        display.say(subject_line(facts))
         requests = named_requests(options.workload, subject.num_ids) if given is None else given
-        measured = measure(subject, options.workload, requests, options.trials, hold=hold, say=say)
-    start, failure = None, None
+        whole = trace_path is not None
+        measured = measure(subject, options.workload, requests, options.trials, whole=whole, hold=hold, display=display)
+    start = None
+    failures: list[str] = []
+    with _later(failures):
+        start = _start(subject, options, display)
+    result = facts | _measured_facts(options.workload, measured, facts["backend"], start)
+    with _later(failures):
+        if json_path is not None:
+            write_result_file(json_path, result, indent=2)
+    with _later(failures):
+        if trace_path is not None and (trial := median_trial(measured.trials).whole):
+            write_result_file(trace_path, {TRACE_MARK: FORM, **trace(trial)})
+    with _later(failures):
+        print_result(result)
+    if failures:
+        raise TinyvllmError("; ".join(failures))
+
+
+@contextmanager
+def _later(failures: list[str]) -> Iterator[None]:
+    """What was measured is not lost with what fails then: it is told at the end."""
     try:
-        start = _start(subject, options, say)
-    except TinyvllmError as error:  # what was measured is not lost with it
-        failure = error
-    facts = {MARK: FORM, "tinyvllm": __version__, "command": command, "started": started, "machine": machine_facts()}
-    result = facts | _result(subject, options.workload, measured, start)
-    if json_path is not None:
-        write_result_file(json_path, result, indent=2)
-    if trace_path is not None:
-        write_result_file(trace_path, trace(median_trial(measured.trials)))
-    print_result(result)
-    if failure is not None:
-        raise failure
+        yield
+    except TinyvllmError as error:
+        failures.append(str(error))
 
 
 def _check(options: BenchOptions) -> None:
     if options.random_weights is None and options.write is not None:
         raise UsageError("--write keeps random weights: give --random-weights NAME with it")
-    if options.random_weights is not None:
-        if options.workload not in NAMED:
-            raise UsageError(
-                f"{options.workload} holds text, and random weights have no tokenizer: give a model with -m"
-            )
-        if options.revision is not None:
-            raise UsageError("--revision is that of a Hub model, and --random-weights takes none: leave it out")
-    if options.json is not None and options.trace is not None and Path(options.json) == Path(options.trace):
-        raise UsageError(f"--json and --trace are both {options.json}: give each a file of its own")
+    if options.random_weights is not None and options.revision is not None:
+        raise UsageError("--revision is that of a Hub model, and --random-weights takes none: leave it out")
+    if options.write is not None and (model := model_option(options.write)) is not None:
+        raise UsageError(
+            f"--write {options.write} is not empty: give the name of a new folder, or use the model in it with {model}"
+        )
+    places = {"--json": options.json, "--trace": options.trace, "--write": options.write}
+    paths = {option: Path(os.path.realpath(name)) for option, name in places.items() if name is not None}
+    for one, other in combinations(paths, 2):
+        # A file holds no folder; one in a folder that is yet to be made is refused where its own is looked for.
+        if paths[one] in (paths[other], *paths[other].parents):
+            raise UsageError(f"{one} {places[one]} and {other} {places[other]} are one place: give each its own")
+
+
+def _file_requests(options: BenchOptions) -> list[Request] | None:
+    """None: the workload is one of ours, whose ids are those of the model."""
+    if options.workload in NAMED:
+        return None
+    return file_requests(options.workload, ids_only=options.random_weights is not None)
 
 
 def _open(options: BenchOptions) -> Subject:
@@ -126,25 +154,41 @@ def _open(options: BenchOptions) -> Subject:
     return open_model(options.model, revision=options.revision, backend=options.backend, options=engine, report=warn)
 
 
-def _start(subject: Subject, options: BenchOptions, say: Say) -> StartTimes | None:
+def _start(subject: Subject, options: BenchOptions, display: Display) -> StartTimes | None:
     """Of a subject that is closed, so that its memory is free; None without files that another process could open."""
     if subject.path is None:
         return None
-    say("timing two starts")
+    display.say("timing two starts")
     most = min(subject.backend.limits.max_seq_len - 1, subject.num_ids)
     return time_start(subject.path, options.run_options(), most)
 
 
-def _result(subject: Subject, workload: str, measured: Measured, start: StartTimes | None) -> dict[str, Any]:
-    """What was measured on what, for JSON."""
-    facts, lengths, limit = subject.backend.facts, measured.lengths, measured.limit
-    output_tokens = sum(lengths.outputs)
+def _facts(command: list[str]) -> dict[str, Any]:
+    """What is known before the model is, for JSON."""
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return {MARK: FORM, "tinyvllm": __version__, "command": command, "started": started, "machine": machine_facts()}
+
+
+def _subject_facts(subject: Subject, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """What is measured."""
+    facts = subject.backend.facts
+    threads = {"threads": subject.engine.threads or machine["available_cpus"]} if facts.name == "cpu" else {}
     return {
         "model": {"name": subject.name, "path": None if subject.path is None else str(subject.path)},
         "config": asdict(subject.config),
-        "backend": {"name": facts.name, "device": facts.device, "dtype": facts.dtype, **facts.details},
+        "backend": {"name": facts.name, "device": facts.device, "dtype": facts.dtype, **threads, **facts.details},
         "engine": asdict(subject.engine),
         "limits": asdict(subject.backend.limits),
+    }
+
+
+def _measured_facts(
+    workload: str, measured: Measured, backend: Mapping[str, Any], start: StartTimes | None
+) -> dict[str, Any]:
+    """What it came to."""
+    lengths, limit = measured.lengths, measured.limit
+    output_tokens = sum(lengths.outputs)
+    return {
         "workload": {
             "name": workload,
             "requests": len(lengths.prompts),
@@ -155,7 +199,7 @@ def _result(subject: Subject, workload: str, measured: Measured, start: StartTim
         },
         "rates": asdict(measured.rates),
         "limit": {**asdict(limit), "tokens_per_s": output_tokens / limit.seconds},
-        "memory": {"planned_bytes": facts.details.get("total_bytes"), "used_bytes": measured.memory_used},
+        "memory": {"planned_bytes": backend.get("total_bytes"), "used_bytes": measured.memory_used},
         "start": None if start is None else asdict(start),
-        **result_figures(measured.trials, limit, measured.rates),
+        **result_figures(measured.trials),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,20 @@ from tinyvllm_cli.bench.runner import TimedStep, Trial
 EDGE = 0.1  # of the steps at either end of a trial, which are not its steady part
 
 Figures = dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What stays of a trial once it is over."""
+
+    seconds: float
+    figures: Figures
+    counts: dict[str, int]  # launches by the kernel's name
+    whole: Trial | None  # for its trace, where one is wanted: it holds every answer and every step
+
+
+def keep(trial: Trial, limit: Limit, rates: Rates, *, whole: bool) -> Kept:
+    return Kept(trial.seconds, trial_figures(trial, limit, rates), trial.counts, trial if whole else None)
 
 
 def trial_figures(trial: Trial, limit: Limit, rates: Rates) -> Figures:
@@ -81,14 +96,14 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
     return float(np.percentile(values, percent)) if values else None
 
 
-def median_trial(trials: Sequence[Trial]) -> Trial:
-    """The one in the middle by its seconds; the quicker one of two."""
+def median_trial(trials: Sequence[Kept]) -> Kept:
+    """The one in the middle by its seconds; of an even number the quicker of the two in the middle."""
     return sorted(trials, key=lambda trial: trial.seconds)[(len(trials) - 1) // 2]
 
 
-def result_figures(trials: Sequence[Trial], limit: Limit, rates: Rates) -> dict[str, Any]:
+def result_figures(trials: Sequence[Kept]) -> dict[str, Any]:
     """What the trials came to, for JSON; launches by kernel are those of the trial in the middle."""
-    each = [trial_figures(trial, limit, rates) for trial in trials]
+    each = [trial.figures for trial in trials]
     counts = median_trial(trials).counts
     return {
         "trials": each,

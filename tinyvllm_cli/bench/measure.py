@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from tinyvllm_cli.backends.timing import Rates, Timing, open_timing
+from tinyvllm_cli.backends.timing import Rates, open_timing
+from tinyvllm_cli.bench.display import SILENT, Display
+from tinyvllm_cli.bench.figures import Kept, keep
 from tinyvllm_cli.bench.limit import Limit, compute_limit
 from tinyvllm_cli.bench.meter import Meter
 from tinyvllm_cli.bench.runner import Hold, Trial, run_trial
@@ -17,39 +19,67 @@ from tinyvllm_cli.types import Request
 
 ELEM_BYTES = {"cpu": 4, "gpu": 2}  # of a weight, and of an element of K and V
 
-Say = Callable[[str], None]
-
-
-def silent(line: str) -> None:
-    """A Say that nobody hears."""
-
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     rates: Rates
     lengths: Lengths
     limit: Limit
-    trials: list[Trial]
+    trials: list[Kept]
     memory_used: int  # bytes, after the trials
 
 
 def measure(
-    subject: Subject, workload: str, requests: Sequence[Request], num_trials: int, *, hold: Hold, say: Say
+    subject: Subject,
+    workload: str,
+    requests: Sequence[Request],
+    num_trials: int,
+    *,
+    hold: Hold,
+    display: Display = SILENT,
+    whole: bool = False,
 ) -> Measured:
     """One trial that does not count, in which graphs and libraries come to be, then num_trials of them.
 
-    say: gets a line for each part. Errors as of run_trial; UsageError where the workload does not fit the context, or
-    makes no token.
+    whole: whether all of a trial is kept. Errors as of run_trial; UsageError where the workload does not fit the
+    context, or makes no token.
     """
     if workload in NAMED:  # what is too long in a file, the engine says
         _check_context(workload, requests, subject.backend.limits.max_seq_len)
     with closing(open_timing(subject.backend, subject.engine.threads)) as timing:
-        say("measuring the rates of the machine")
+        display.say("measuring the rates of the machine")
         rates = timing.rates()
-        trials = _run(subject, timing, workload, requests, num_trials, hold, say)
-        memory_used = timing.memory_used()
-    lengths = _lengths(subject, requests, trials[0])
-    limit = compute_limit(
+        meter = Meter(subject.backend, timing)
+
+        def run(name: str, total: int | None) -> Trial:
+            with display.bar(name, total) as watch:
+                trial = run_trial(
+                    meter,
+                    timing,
+                    subject.codec,
+                    requests,
+                    eos_token_ids=subject.eos_token_ids,
+                    prefix_cache=subject.engine.prefix_cache,
+                    hold=hold,
+                    watch=watch,
+                )
+            if not trial.output_tokens:
+                raise UsageError(f"{workload} asks for no token: there is nothing to measure")
+            display.say(f"{workload}, {name}: {trial.output_tokens / trial.seconds:,.1f} tokens/s")
+            return trial
+
+        # An answer to a line of a file may end early.
+        total = sum(request.params.max_tokens for request in requests) if workload in NAMED else None
+        lengths = _lengths(subject, requests, run("warm-up", total))
+        limit = _limit(subject, lengths, rates)
+        total = sum(lengths.outputs)
+        names = [f"trial {number} of {num_trials}" for number in range(1, num_trials + 1)]
+        trials = [keep(run(name, total), limit, rates, whole=whole) for name in names]
+        return Measured(rates, lengths, limit, trials, timing.memory_used())
+
+
+def _limit(subject: Subject, lengths: Lengths, rates: Rates) -> Limit:
+    return compute_limit(
         subject.config,
         list(zip(lengths.prompts, lengths.outputs, strict=True)),
         elem_bytes=ELEM_BYTES[subject.backend.facts.name],
@@ -57,30 +87,6 @@ def measure(
         rates=rates,
         shared=lengths.shared,
     )
-    return Measured(rates, lengths, limit, trials, memory_used)
-
-
-def _run(
-    subject: Subject, timing: Timing, workload: str, requests: Sequence[Request], num_trials: int, hold: Hold, say: Say
-) -> list[Trial]:
-    meter = Meter(subject.backend, timing)
-    trials: list[Trial] = []
-    for number in range(num_trials + 1):
-        trial = run_trial(
-            meter,
-            timing,
-            subject.codec,
-            requests,
-            eos_token_ids=subject.eos_token_ids,
-            prefix_cache=subject.engine.prefix_cache,
-            hold=hold,
-        )
-        if not trial.output_tokens:
-            raise UsageError(f"{workload} asks for no token: there is nothing to measure")
-        name = f"trial {number} of {num_trials}" if number else "warm-up"
-        say(f"{workload}, {name}: {trial.output_tokens / trial.seconds:,.1f} tokens/s")
-        trials.append(trial)
-    return trials[1:]
 
 
 def _check_context(workload: str, requests: Sequence[Request], context: int) -> None:

@@ -32,7 +32,10 @@ class MeteredStep:
 
 
 class Meter:
-    """The seam over another backend, whose every call it passes on."""
+    """The seam over another backend, whose every call it passes on.
+
+    Batches are those of the engine, whose num_computed are counts: never -1, which only the device can resolve.
+    """
 
     def __init__(self, backend: Backend, timing: Timing) -> None:
         self._backend = backend

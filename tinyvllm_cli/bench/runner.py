@@ -15,6 +15,11 @@ from tinyvllm_cli.text.codec import TextCodec
 from tinyvllm_cli.types import Completion, Request
 
 Hold = Callable[[], AbstractContextManager[object]]
+Watch = Callable[[int, float], None]  # gets the output tokens so far, and the seconds
+
+
+def unwatched(tokens: int, seconds: float) -> None:
+    """A Watch that shows nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +70,18 @@ def run_trial(
     eos_token_ids: tuple[int, ...],
     prefix_cache: bool,
     hold: Hold,
+    watch: Watch = unwatched,
 ) -> Trial:
     """Answer all requests as `run` does. TinyvllmError where one fails, or the device does.
 
-    hold: a context in which a signal waits, so that no call of the device is torn.
+    hold: a context in which a signal waits, so that no call of the device is torn. watch: called after every step,
+    outside of what counts as the engine's time.
     """
     counts = Counter(meter.counts())
     meter.restart()
     engine = Engine(meter, codec, eos_token_ids=eos_token_ids, prefix_cache=prefix_cache, clock=meter.now)
     answers = _Answers(engine, meter)
-    answers.run(requests, hold)
+    answers.run(requests, hold, watch)
     seconds = meter.now()
     # First in, first out: a slot is given to one request after another that asks for tokens.
     slots = iter(meter.first_slots)
@@ -112,7 +119,7 @@ class _Answers:
         self.engine_s = 0.0
         self._meter = meter
 
-    def run(self, requests: Iterable[Request], hold: Hold) -> None:
+    def run(self, requests: Iterable[Request], hold: Hold, watch: Watch) -> None:
         waiting = iter(requests)
         more = True
         while more or not self.engine.idle:
@@ -124,6 +131,7 @@ class _Answers:
                     self.arrivals[request.request_id] = self._meter.read  # the last thing that add() asks for
             if not self.engine.idle:
                 self._step(hold)
+                watch(self.engine.stats.completion_tokens, self._meter.read)
 
     def _step(self, hold: Hold) -> None:
         started = self._meter.now()

@@ -30,13 +30,19 @@ def time_start(model: Path, options: Sequence[str], max_prompt: int) -> StartTim
     """Two processes one after the other, each from its start until the first token of one request is there.
 
     model: files that lie in the page cache, where they were read or written just before. options: of `run`. max_prompt:
-    tokens of a prompt at most. TinyvllmError, with its last line, where a process fails.
+    tokens of a prompt at most. TinyvllmError, with its last line, where a process fails, or none can be run.
     """
     ids = list(range(min(PROMPT_TOKENS, max_prompt)))
     line = json.dumps({"prompt_token_ids": ids, "max_tokens": 1, "ignore_eos": True}).encode() + b"\n"
-    command = [sys.executable, "-m", "tinyvllm_cli", "run", "-", "-m", str(model), "-q", *options]
-    with tempfile.TemporaryDirectory(prefix="tinyvllm-bench-") as cache:
-        return StartTimes(_seconds(command, line, cache), _seconds(command, line, cache))
+    try:
+        # -P: no module of the current folder, which may hold a numpy.py of its own, unless all of this is there.
+        safe = [] if Path(__file__).parents[2] == Path.cwd() else ["-P"]
+        path = str(model.absolute())  # for `run` a ~ at the start is somebody's home
+        command = [sys.executable, *safe, "-m", "tinyvllm_cli", "run", "-", "-m", path, "-q", *options]
+        with tempfile.TemporaryDirectory(prefix="tinyvllm-bench-") as cache:
+            return StartTimes(_seconds(command, line, cache), _seconds(command, line, cache))
+    except OSError as error:
+        raise TinyvllmError(f"the start cannot be timed: {error.strerror or error}") from None
 
 
 def _seconds(command: list[str], line: bytes, cache: str) -> float:
@@ -50,13 +56,16 @@ def _seconds(command: list[str], line: bytes, cache: str) -> float:
                 process.stdin.write(line)
                 process.stdin.close()
             ready, _, _ = select.select([process.stdout], [], [], TIMEOUT_S)
-            answered = bool(ready and process.stdout.readline())
+            answered = bool(ready and os.read(process.stdout.fileno(), 1))  # no whole line: it may never end
             seconds = time.perf_counter() - started
-            code = process.wait() if ready else None
+            code = None
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(TIMEOUT_S if ready else 0)
         said.seek(0)
         lines = said.read().decode(errors="replace").splitlines()
     if code != 0 or not answered:
-        why = f"no answer in {TIMEOUT_S:.0f} s" if code is None else lines[-1] if lines else f"exit code {code}"
+        late = f"no {'end' if answered else 'answer'} in {TIMEOUT_S:.0f} s"
+        why = late if code is None else lines[-1] if lines else f"exit code {code}"
         raise TinyvllmError(f"the process whose start is timed failed: {why.removeprefix('error: ')}")
     return seconds
 

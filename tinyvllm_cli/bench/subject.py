@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ from tinyvllm_cli.backends.choose import BackendName, check_dtype, choose_backen
 from tinyvllm_cli.config import EngineConfig, EngineOptions, ModelConfig
 from tinyvllm_cli.load import open_engine
 from tinyvllm_cli.model.storage import known_cache_dir
-from tinyvllm_cli.text.codec import TextCodec
+from tinyvllm_cli.text.codec import Answer, TextCodec
+from tinyvllm_cli.text.tokenizer import Tokenizer
 from tinyvllm_cli.types import Request
 
 
@@ -78,7 +80,7 @@ def open_random(name: str, *, backend: BackendName, options: EngineOptions, writ
         config=config,
         engine=engine,
         backend=device,
-        codec=cast(TextCodec, NoText()),
+        codec=IdCodec(config.vocab_size),
         num_ids=config.vocab_size,
         eos_token_ids=(),
         path=write,
@@ -86,18 +88,37 @@ def open_random(name: str, *, backend: BackendName, options: EngineOptions, writ
     )
 
 
-class NoText:
-    """The text side where there is no tokenizer: prompts are ids, and answers nobody reads. It is every answer, too."""
+def model_option(folder: str) -> str | None:
+    """How a command names the model in a folder that `write_folder` has made; None where there is none, or not yet."""
+    if not os.path.lexists(Path(folder) / "config.json"):  # the last of its files
+        return None
+    # A bare name could be that of another model, and one that starts with ~ somebody's home.
+    return f"-m {folder if folder.startswith(('/', '.')) else f'./{folder}'}"
+
+
+class IdCodec(TextCodec):
+    """The text side where there is no tokenizer: prompts are ids, checked as in a run, and nobody reads answers."""
+
+    def __init__(self, num_ids: int) -> None:
+        super().__init__(cast(Tokenizer, _NumIds(num_ids)), template=None)
+
+    def answer(self, request: Request, prompt_ids: Sequence[int]) -> Answer:  # noqa: ARG002
+        return cast(Answer, _NoText())
+
+
+@dataclass(frozen=True, slots=True)
+class _NumIds:
+    """All that the check of ids asks of a tokenizer."""
+
+    size: int
+
+
+class _NoText:
+    """An answer without text."""
 
     text = ""
     reasoning = None
     stopped_by = None
-
-    def encode(self, request: Request) -> list[int]:
-        return list(request.prompt_token_ids or ())
-
-    def answer(self, request: Request, prompt_ids: Sequence[int]) -> NoText:  # noqa: ARG002
-        return self
 
     def push(self, token_id: int) -> str:  # noqa: ARG002
         return ""

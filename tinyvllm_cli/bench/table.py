@@ -6,35 +6,54 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tinyvllm_cli.errors import TinyvllmError
 from tinyvllm_cli.io.said import printable
 from tinyvllm_cli.model.storage import format_bytes
 
 Row = tuple[str, str, str]
+MAX_WIDTH = 10_000  # of a terminal
 HEAD: Row = ("figure", "median (least - most)", "beside it")
 
 Form = Callable[[float], str]
 
 
 def print_result(result: Mapping[str, Any]) -> None:
-    """On standard output."""
-    lines = [printable(line) for line in _about(result)]
-    rows = [tuple(map(printable, row)) for row in table_rows(result)]
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+    """On standard output. TinyvllmError where it takes nothing; BrokenPipeError where its reader is gone."""
+    lines = [_shown(line) for line in about(result)]
+    rows = [tuple(map(_shown, row)) for row in table_rows(result)]
+    try:
+        if not (sys.stdout.isatty() and _print_framed(lines, rows)):
+            for line in lines:
+                print(line, flush=True)  # at once, so that a reader who is gone is noticed here
+            _print_columns([HEAD, *rows])
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise TinyvllmError(f"cannot write standard output: {error.strerror}") from None
 
-        table = Table(*HEAD)
-        for row in rows:
-            table.add_row(*map(Text, row))  # a Text holds no markup and no :emoji:
-        console = Console()
-        for line in lines:
-            console.print(Text(line))
-        console.print(table)
-        return
+
+def _shown(text: str) -> str:
+    """One printable line, of what the encoding of standard output has."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _print_framed(lines: Sequence[str], rows: Sequence[tuple[str, ...]]) -> bool:
+    """False, and nothing printed, where the terminal is too narrow for the words in it."""
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    table = Table(*(Column(name, overflow="fold") for name in HEAD))  # in lines, where rich would cut
+    for row in rows:
+        table.add_row(*map(Text, row))  # a Text holds no markup and no :emoji:
+    console = Console()
+    if console.measure(table, options=console.options.update(width=MAX_WIDTH)).minimum > console.width:
+        return False
     for line in lines:
-        print(line, flush=True)  # at once, so that a reader who is gone is noticed here
-    _print_columns([HEAD, *rows])
+        console.print(Text(line))
+    console.print(table)
+    return True
 
 
 def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
@@ -43,16 +62,23 @@ def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
         print(f"{figure:{widths[0]}}  {value:{widths[1]}}  {beside}".rstrip(), flush=True)
 
 
-def _about(result: Mapping[str, Any]) -> Iterable[str]:
-    """What was measured on what."""
-    model, backend, limits, workload = (result[name] for name in ("model", "backend", "limits", "workload"))
-    yield (
-        f"{model['name']}, {backend['dtype']} on the {backend['device']}, {limits['max_slots']} slots, steps of "
-        f"{limits['max_batch_tokens']} rows, context {limits['max_seq_len']}"
+def subject_line(result: Mapping[str, Any]) -> str:
+    """The model, and how it is run: of a result, or of what is known of it before anything is measured."""
+    model, backend, limits = (result[name] for name in ("model", "backend", "limits"))
+    return (
+        f"{model['name']}, {backend['dtype']} on the {backend['device']}, {_counted(limits['max_slots'], 'slot')}, "
+        f"steps of {_counted(limits['max_batch_tokens'], 'row')}, context {limits['max_seq_len']}"
     )
+
+
+def about(result: Mapping[str, Any]) -> Iterable[str]:
+    """What was measured on what."""
+    backend, workload = result["backend"], result["workload"]
+    yield subject_line(result)
     yield (
-        f"workload {workload['name']}: {workload['requests']:,} requests, {workload['prompt_tokens']:,} tokens in, "
-        f"{workload['output_tokens']:,} out; trials: {len(result['trials'])}, after one that does not count"
+        f"workload {workload['name']}: {_counted(workload['requests'], 'request')}, "
+        f"{_counted(workload['prompt_tokens'], 'token')} in, {workload['output_tokens']:,} out; "
+        f"{_counted(len(result['trials']), 'trial')}, after one that does not count"
     )
     versions = {name: value for name, value in backend.items() if isinstance(value, str) and name not in SHOWN}
     yield ", ".join(["tinyvllm " + result["tinyvllm"], *(f"{name} {value}" for name, value in versions.items())])
@@ -72,8 +98,10 @@ def _speed(result: Mapping[str, Any]) -> list[Row]:
         _row("output tokens/s", figures["tokens_per_s"], _amount, f"limit {_amount(limit['tokens_per_s'])}"),
         _row("of the limit", figures["of_limit"], _share),
         _row("seconds", figures["seconds"], _seconds, f"limit {_seconds(limit['seconds'])}"),
-        _row("of the read rate", figures["of_read_rate"], _share, _rate(rates["read"], "B/s")),
-        _row("of the product rate", figures["of_product_rate"], _share, _rate(rates["product"], "FLOP/s")),
+        _row("of the read rate", figures["of_read_rate"], _share, f"measured {_rate(rates['read'], 'B/s')}"),
+        _row(
+            "of the product rate", figures["of_product_rate"], _share, f"measured {_rate(rates['product'], 'FLOP/s')}"
+        ),
         _row("TTFT p50", figures["ttft_p50_s"], _seconds, "queue included"),
         _row("TTFT p99", figures["ttft_p99_s"], _seconds),
         _row("TPOT p50", figures["tpot_p50_ms"], _milliseconds),
@@ -121,6 +149,10 @@ def _row(figure: str, spread: Mapping[str, float] | None, form: Form, beside: st
         return figure, "-", beside
     median, least, most = (form(spread[name]) for name in ("median", "least", "most"))
     return figure, median if least == most else f"{median} ({least} - {most})", beside
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'s' * (count != 1)}"
 
 
 def _median(spread: Mapping[str, float]) -> str:

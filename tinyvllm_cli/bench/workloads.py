@@ -49,9 +49,11 @@ def random_requests(
     return requests
 
 
-def file_requests(name: str) -> list[Request]:
-    """The lines of a .jsonl or .txt file as `run` takes them. UsageError where it cannot be read or holds none,
-    TinyvllmError for a line that is no request.
+def file_requests(name: str, *, ids_only: bool) -> list[Request]:
+    """The lines of a .jsonl or .txt file as `run` takes them. ids_only: for a model without a tokenizer.
+
+    UsageError where it cannot be read, holds none, or holds text where ids are wanted; TinyvllmError for a line that is
+    no request.
     """
     source = open_source(name)
     with closing(source.stream):
@@ -61,7 +63,20 @@ def file_requests(name: str) -> list[Request]:
             raise failed(item)
     if not items:
         raise UsageError(f"{name} holds no requests: there is nothing to measure")
-    return [item for item in items if isinstance(item, Request)]
+    requests = [item for item in items if isinstance(item, Request)]
+    if ids_only:
+        _refuse_text(name, requests)
+    return requests
+
+
+def _refuse_text(name: str, requests: Iterable[Request]) -> None:
+    for request in requests:
+        field = request.prompt_field if request.prompt_token_ids is None else "stop" if request.params.stop else None
+        if field is not None:
+            raise UsageError(
+                f"{name}, line {request.line} holds text ({field}), and random weights have no tokenizer: give "
+                f"{'stop_token_ids' if field == 'stop' else 'prompt_token_ids'}, or a model with -m"
+            )
 
 
 def failed(completion: Completion) -> TinyvllmError:

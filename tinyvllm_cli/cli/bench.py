@@ -38,10 +38,13 @@ def bench(context: click.Context, /, **options: Any) -> None:
             raise click.UsageError("--model and --random-weights are two models: give one of them")
         options["model"] = None
     from tinyvllm_cli.bench.bench import BenchOptions, run_bench
+    from tinyvllm_cli.bench.subject import model_option
     from tinyvllm_cli.io.said import warn
 
     try:
         run_bench(BenchOptions(**options), command=sys.argv, hold=context.obj)
     except Interrupted:
-        warn("stopped before the end: nothing is kept")
+        model = options["write"] and model_option(options["write"])
+        written = f"; the model in {options['write']} is whole: {model} uses it" if model else ""
+        warn(f"stopped before the end: no figures are kept{written}")
         raise

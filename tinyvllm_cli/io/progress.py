@@ -83,7 +83,7 @@ def duration(seconds: float) -> str:
 class Bar:
     """A rich progress bar, redrawn by the run itself: a thread would take the interpreter from the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, title: str = "") -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
@@ -94,7 +94,8 @@ class Bar:
             def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002
                 return False
 
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+        before = (TextColumn(title, markup=False),) if title else ()
+        columns = (*before, BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
         self._bar = RichProgress(*columns, console=ShownCursor(stderr=True), auto_refresh=False, transient=True)
         self._task: TaskID | None = None
         self._shown = 0.0

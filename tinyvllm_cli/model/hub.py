@@ -78,7 +78,7 @@ def _local_files(name: str) -> Path | None:
     if not name or CONTROL.search(name):
         raise ModelError(f"{name!r} cannot name a model: give a folder, a .gguf file, a Hub id or a catalogue name")
     try:
-        path = Path(name).expanduser()
+        path = _path(name)
         path.lstat()  # a broken link is there
     except OSError as error:
         if error.errno in ABSENT:
@@ -122,9 +122,14 @@ def _unknown(name: str) -> str:
     return f"there is no model {name}{hint}; the catalogue has {known}; else give a folder, a .gguf file or org/name"
 
 
+def _path(name: str) -> Path:
+    """~ is the home where it stands first: Path("./~x") would be ~x, and that somebody's home."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111
+
+
 def _siblings(name: str) -> list[str]:
     try:
-        return [entry.name for entry in Path(name).expanduser().parent.iterdir()]
+        return [entry.name for entry in _path(name).parent.iterdir()]
     except (OSError, RuntimeError, ValueError):
         return []
 

@@ -25,6 +25,9 @@ def read_json(path: Path, type: type[T]) -> T:
         return msgspec.convert(value, type)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        mend = "is it whole? Take the file again from where the model comes from"
+        raise ModelError(f"{path}: found no JSON ({error}): {mend}") from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: {error}") from None
 

@@ -125,7 +125,11 @@ def _work(
     decoding = np.flatnonzero((query_rows > 0) & (query_rows <= MMA_ROWS))
     prefill = _prefill_tiles(prompts, first_rows, num_rows, of_sequences, tile_rows) if len(prompts) else None
     decodes = _decode_items(decoding, of_sequences[decoding], num_partials[decoding], places)
-    return prefill, list(map(_padded, decodes)) if padded else decodes
+    if padded:
+        decodes = list(map(_padded, decodes))
+    for work in decodes if prefill is None else [prefill, *decodes]:
+        work.setflags(write=False)
+    return prefill, decodes
 
 
 def _prefill_tiles(sequences: Any, starts: I32, num_rows: I32, slots: I32, tile_rows: int) -> I32:

@@ -33,6 +33,7 @@ class Card:
     name: str  # as NVIDIA calls it
     compute_capability: tuple[int, int]
     total_bytes: int
+    multiprocessors: int
     cuda: Any  # the module cupy.cuda.runtime
     faults: tuple[type[Exception], ...]  # what is raised when CUDA fails: by CuPy, or by us
 
@@ -62,6 +63,7 @@ def open_card() -> Card:
         name=name,
         compute_capability=(properties["major"], properties["minor"]),
         total_bytes=properties["totalGlobalMem"],
+        multiprocessors=properties["multiProcessorCount"],
         cuda=runtime,
         faults=(DeviceError, runtime.CUDARuntimeError, cuda_driver.CUDADriverError),
     )

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from tinyvllm_cli.backends.gpu.kernels import Kernels, kernel_sources
+from tinyvllm_cli.backends.gpu.nvrtc import load_nvrtc
 
 MAX_ROWS = 16
 # The constants of cuda/skinny.cu.
@@ -23,10 +24,10 @@ def shared_bytes(rows: int) -> int:
 
 @cache
 def digest() -> str:
-    """Of the kernels' sources: what was found out about other ones does not hold for them."""
+    """Of the kernels' sources and compiler: what was found out about other ones does not hold for them."""
     sources = kernel_sources()
     text = "".join(sources[name] for name in ("skinny.cu", "mma.cuh", "common.cuh"))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(f"{load_nvrtc().version} {text}".encode()).hexdigest()[:12]
 
 
 def fits(out: Any, rows: int, *, add: bool) -> bool:

@@ -1,9 +1,9 @@
 """What runs a product the fastest, an algorithm of cublasLt's or our own kernel: timed once on a card, and remembered.
 
-For some shapes the library's own first choice is far behind its best (docs/performance.md). Only what gives the bits of
-the first is taken, so what is chosen, and whether it is remembered, changes no answer. All are compared and timed on
-numbers of our own, before a model is loaded: one with zeros or NaN would tell nothing, and other models of its shapes
-use what was remembered.
+For some shapes the library's own first choice is far behind its best (docs/performance.md). Only what gives a row the
+bits that it has among the most rows is taken, so what is chosen, and whether it is remembered, changes no answer. All
+are compared and timed on numbers of our own, before a model is loaded: one with zeros or NaN would tell nothing, and
+other models of its shapes use what was remembered.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tinyvllm_cli.backends.gpu.cublas import Blas, padded_rows
 from tinyvllm_cli.backends.gpu.device import Device
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.model.parameters import Array, Parameters
+from tinyvllm_cli.model.weights.source import Array as HostArray
 
 MAX_ROWS = 256  # what decodes; products of more rows are within 4 % of their best as the library picks them
 ROUNDS = 2  # over the weights of several layers, so that they come from memory, as in a step
@@ -67,14 +68,16 @@ def tune(device: Device, parameters: Parameters, max_rows: int, cache: Path | No
     known = _read(path)
     before = dict(known)
     for product in _products(device, parameters):
-        filled = False
-        for rows, among, choices in _choices(device.blas, product, min(max_rows, MAX_ROWS)):
+        wanted = None
+        decisions = list(_choices(device.blas, product, min(max_rows, MAX_ROWS)))
+        for rows, among, choices in decisions:
             name = product.name(rows, among)
             if known.get(name, -1) not in range(len(choices)):
-                if not filled:
+                if wanted is None:
                     _fill(device, product)
-                    filled = True
-                known[name] = _fastest(device, product, rows, choices)
+                    most, _, of_most = max(decisions, key=lambda decision: decision[0])
+                    wanted = _first_result(device, product, most, of_most)
+                known[name] = _fastest(device, product, rows, choices, wanted)
             choices[known[name]]()
     if known != before:
         _write(path, known)
@@ -99,7 +102,8 @@ def _choices(blas: Blas, product: Product, max_rows: int) -> Iterator[tuple[int,
 
 
 def _file_name(device: Device) -> str:
-    return re.sub(r"[^\w .-]", "_", f"{device.card.name} {device.blas.version}.json")
+    card = device.card  # a part of a card has its name
+    return re.sub(r"[^\w .-]", "_", f"{card.name} {card.multiprocessors} {device.blas.version}.json")
 
 
 def _products(device: Device, parameters: Parameters) -> list[Product]:
@@ -135,25 +139,34 @@ def _fill(device: Device, product: Product) -> None:
     cuda.deviceSynchronize()  # copies may be under way still, and our stream waits for no other
 
 
-def _fastest(device: Device, product: Product, rows: int, choices: Sequence[Choice]) -> int:
-    """Of those that give the bits of the first."""
-    wanted, best, shortest = None, 0, float("inf")
+def _first_result(device: Device, product: Product, rows: int, choices: Sequence[Choice]) -> HostArray:
+    """Of all rows, by the first choice that runs; of no row where none does."""
+    for choose in choices:
+        choose()
+        with contextlib.suppress(DeviceError):  # no room for its code, say
+            return _result(device, product, rows, 1)
+    return np.empty((0, 0))
+
+
+def _fastest(device: Device, product: Product, rows: int, choices: Sequence[Choice], wanted: HostArray) -> int:
+    """Of those that give each row the bits that it has in `wanted`; the first where none does."""
+    best, shortest, step = 0, float("inf"), max(1, rows // CHECKED_ROWS)
+    bits = wanted[step - 1 : rows : step].tobytes()
     for index, choose in enumerate(choices):
         choose()
         try:
-            bits = _bits(device, product, rows)
-        except DeviceError:  # no room for its code, say
+            found = _result(device, product, rows, step)
+        except DeviceError:
             continue
-        wanted = bits if wanted is None else wanted
-        if bits == wanted and (took := _time(device, product, rows)) < shortest:
+        if found.tobytes() == bits and (took := _time(device, product, rows)) < shortest:
             best, shortest = index, took
     return best
 
 
-def _bits(device: Device, product: Product, rows: int) -> bytes:
-    """Of rows all over the product, the last among them, and its last columns: those before have the same weights."""
+def _result(device: Device, product: Product, rows: int, step: int) -> HostArray:
+    """Each step-th row of a product, and its last columns: those before have the same weights."""
     cuda, stream, out = device.card.cuda, device.stream, product.out
-    pitch, step, columns = out.strides[0], max(1, rows // CHECKED_ROWS), product.weights[0].shape[0]
+    pitch, columns = out.strides[0], product.weights[0].shape[0]
     cuda.memsetAsync(out.data.ptr, BEFORE, rows * pitch, stream.ptr)
     device.blas.product(**product.arguments(rows))
     host = np.empty((rows // step, min(columns, CHECKED_COLUMNS)), out.dtype)
@@ -161,7 +174,7 @@ def _bits(device: Device, product: Product, rows: int) -> bytes:
     width, source, kind = host.strides[0], out.data.ptr + (step - 1) * pitch + first, cuda.memcpyDeviceToHost
     cuda.memcpy2DAsync(host.ctypes.data, width, source, step * pitch, width, len(host), kind, stream.ptr)
     stream.synchronize()
-    return host.tobytes()
+    return host
 
 
 def _time(device: Device, product: Product, rows: int) -> float:
