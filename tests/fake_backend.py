@@ -1,7 +1,8 @@
 """A backend without a model: scripted tokens, a virtual clock, and every use of the seam checked by its own books.
 
-It keeps for each (block, offset) of the pool who wrote it, at which position and from which token, and for each slot
-the token table. A row may attend only to KV of its own sequence that stands where the block table says.
+It keeps for each slot the token table, and for each (block, offset) of the pool what K and V depend on: the token, and
+all tokens before it, as a hash. A row is drawn from what its block table leads to, and that must have been written by
+an earlier step, of this or any other sequence, from the very tokens that the sequence has in its token table.
 """
 
 from __future__ import annotations
@@ -101,12 +102,12 @@ class FakeBackend:
     results: list[list[int]] = field(default_factory=list)  # that were read
     failing_step: int | None = None  # the number of the step at which the device breaks
     failing_result: int | None = None  # the same, noticed only when its tokens are read
+    owners: Callable[[int], int] = lambda block: 1  # of a block: those that are written have one
 
     def __post_init__(self) -> None:
         size = (self.limits.num_blocks, self.limits.block_size)
-        self.kv_owner = np.full(size, -1)
-        self.kv_position = np.full(size, -1)
         self.kv_token = np.full(size, UNWRITTEN)
+        self.kv_prefix = np.full(size, -1, np.int64)  # hash of the tokens up to this one
         self.table = np.full((self.limits.max_slots, self.limits.max_seq_len), UNWRITTEN)
         self.owner = [-1] * self.limits.max_slots
         self.options: list[SlotOptions | None] = [None] * self.limits.max_slots
@@ -126,11 +127,11 @@ class FakeBackend:
             raise DeviceError("device lost")
         assert len(self.in_flight) < self.limits.max_in_flight
         self._check_shapes(batch)
-        starts = batch.query_start_loc
-        for s, slot in enumerate(batch.slots):
-            self._write(
-                int(slot), batch.token_ids[starts[s] : starts[s + 1]], int(batch.num_computed[s]), batch.block_tables[s]
-            )
+        starts, computed = batch.query_start_loc.tolist(), batch.num_computed.tolist()
+        for s, slot in enumerate(batch.slots.tolist()):
+            self._check_read(slot, computed[s], batch.block_tables[s])
+        for s, slot in enumerate(batch.slots.tolist()):
+            self._write(slot, batch.token_ids[starts[s] : starts[s + 1]], computed[s], batch.block_tables[s])
         tokens = [
             self._sample(batch, int(row), int(slot))
             for row, slot in zip(batch.logits_indices, batch.sample_slots, strict=True)
@@ -139,13 +140,19 @@ class FakeBackend:
             Step(
                 owners=[self.owner[slot] for slot in batch.slots],
                 chunks=np.diff(starts).tolist(),
-                begins=batch.num_computed.tolist(),
+                begins=computed,
                 sampled=[self.owner[slot] for slot in batch.sample_slots],
             )
         )
         self.free_at = max(self.clock.now, self.free_at) + self.step_s + self.row_s * len(batch.token_ids)
         self.in_flight.append(FakePending(self, tokens, self.free_at))
         return self.in_flight[-1]
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            assert source != target and self.owners(target) == 1 and source > 0 < target
+            self.kv_token[target] = self.kv_token[source]
+            self.kv_prefix[target] = self.kv_prefix[source]
 
     def _check_shapes(self, batch: Batch) -> None:
         for name in Batch.__dataclass_fields__:
@@ -160,33 +167,52 @@ class FakeBackend:
         assert (np.diff(batch.query_start_loc) > 0).all()
         assert (batch.block_tables >= 0).all() and (batch.block_tables < self.limits.num_blocks).all()
 
+    def _check_read(self, slot: int, count: int, blocks: np.ndarray) -> None:
+        """The first positions of a sequence are where the block table says, before the step."""
+        assert self.owner[slot] >= 0, "a step for a slot that was never bound"
+        tokens, prefixes = self._read(blocks, count)
+        history = self.table[slot, :count].tolist()
+        assert tokens == history, "KV of other tokens, or none"
+        prefix = 0
+        for token, found in zip(history, prefixes, strict=True):
+            prefix = with_token(prefix, token)
+            assert prefix == found, "KV of this token behind other tokens"
+
     def _write(self, slot: int, token_ids: np.ndarray, begin: int, blocks: np.ndarray) -> None:
-        """Writes a sequence's new tokens, then checks that all its KV stands where the block table says."""
-        owner, end = self.owner[slot], begin + len(token_ids)
-        assert owner >= 0, "a step for a slot that was never bound"
+        end = begin + len(token_ids)
         assert begin >= 0 and end < self.limits.max_seq_len, "KV is never needed for the last position"
-        positions = np.arange(end)
-        block, offset = blocks[positions // self.limits.block_size], positions % self.limits.block_size
-        assert (block > 0).all(), "the null block belongs to nobody"
+        size = self.limits.block_size
+        written = blocks[begin // size : (end - 1) // size + 1].tolist()
+        assert all(block > 0 for block in written), "the null block belongs to nobody"
+        assert all(self.owners(block) == 1 for block in written), "others read this block"
         table = self.table[slot]
         new = np.where(token_ids == -1, table[begin:end], token_ids)
         assert (new != UNWRITTEN).all(), "fed back before it was drawn"
         assert ((table[begin:end] == new) | (table[begin:end] == UNWRITTEN)).all(), "not the token that was drawn"
         table[begin:end] = new
-        self.kv_owner[block[begin:], offset[begin:]] = owner
-        self.kv_position[block[begin:], offset[begin:]] = positions[begin:]
-        self.kv_token[block[begin:], offset[begin:]] = new
-        assert (self.kv_owner[block, offset] == owner).all(), "KV of another sequence, or none"
-        assert (self.kv_position[block, offset] == positions).all()
-        assert (self.kv_token[block, offset] == table[:end]).all()
+        prefix = self._read(blocks, begin)[1][-1] if begin else 0
+        for position, token in enumerate(new.tolist(), begin):
+            prefix = with_token(prefix, token)
+            self.kv_token[blocks[position // size], position % size] = token
+            self.kv_prefix[blocks[position // size], position % size] = prefix
+
+    def _read(self, blocks: np.ndarray, count: int) -> tuple[list[int], list[int]]:
+        """Token and hash of each of the first positions."""
+        used = blocks[: -(-count // self.limits.block_size)]
+        return self.kv_token[used].ravel()[:count].tolist(), self.kv_prefix[used].ravel()[:count].tolist()
 
     def _sample(self, batch: Batch, row: int, slot: int) -> int:
         s = int(np.searchsorted(batch.query_start_loc, row, side="right")) - 1
         assert batch.slots[s] == slot and row == batch.query_start_loc[s + 1] - 1
         end = int(batch.num_computed[s] + row - batch.query_start_loc[s]) + 1
-        token = self.next_token(tuple(self.table[slot, :end].tolist()), self.options[slot])
+        token = self.next_token(tuple(self._read(batch.block_tables[s], end)[0]), self.options[slot])
         self.table[slot, end] = token
         return token
+
+
+def with_token(prefix: int, token: int) -> int:
+    """Hash of the tokens up to this one, from that of those before it."""
+    return zlib.crc32(token.to_bytes(4, "little", signed=True), prefix)
 
 
 # ---------------------------------------------------------------- the text side

@@ -14,7 +14,7 @@ from tinyvllm_cli.types import Limits, Sequence, SlotOptions
 
 
 def sequence(prompt_len: int, max_tokens: int = 1, i: int = 0) -> Sequence:
-    ids = list(range(prompt_len))
+    ids = list(range(100 * i, 100 * i + prompt_len))  # of no other's prefix
     return Sequence(request(i, ids), ids.copy(), prompt_len, prompt_len + max_tokens, SlotOptions())
 
 
@@ -95,7 +95,7 @@ def test_every_token_is_computed_once_and_only_last_rows_are_sampled(lim, shapes
         assert sum(plan.sampled.count(s) for plan in plans) == s.max_len - s.prompt_len
     # The last token of each is never fed back.
     assert sum(len(plan.batch.token_ids) for plan in plans) == sum(s.max_len - 1 for s in sequences)
-    assert batcher.blocks_held == 0
+    assert batcher.memory.pool.num_owned == 0
 
 
 def test_a_prompt_longer_than_a_step_is_cut_and_sampled_once():
@@ -232,7 +232,7 @@ def lose_block(b: Batcher) -> None:
 
 
 def stale_table(b: Batcher) -> None:
-    b._tables[b.running[0].slot, 0] += 1
+    b.memory.tables[b.running[0].slot, 0] += 1
 
 
 def run_while_waiting(b: Batcher) -> None:
@@ -247,9 +247,34 @@ def keep_an_ended_one(b: Batcher) -> None:
     b.running[0].finished = True
 
 
+def count_an_owner_too_many(b: Batcher) -> None:
+    b.memory.pool._owners[b.running[0].block_table[0]] += 1
+
+
+def write_what_another_reads(b: Batcher) -> None:
+    first, second = b.running[0], b.running[1]
+    b.memory.pool.free([second.block_table[0]])
+    b.memory.pool.share(first.block_table[0])
+    b.memory.tables[second.slot, 0] = second.block_table[0] = first.block_table[0]
+    b.memory.written += 2 - second.num_computed
+    second.num_computed = 2
+
+
+def count_rows_twice(b: Batcher) -> None:
+    b.memory.written += 1
+
+
+def find_what_nobody_computes(b: Batcher) -> None:
+    next(iter(b.memory.prefix.blocks.values())).block = 0
+
+
 @pytest.mark.parametrize(
     "damage",
-    [steal_block, null_block, share_slot, lose_block, stale_table, run_while_waiting, count_too_far, keep_an_ended_one],
+    [
+        *(steal_block, null_block, share_slot, lose_block, stale_table, run_while_waiting, count_too_far),
+        *(keep_an_ended_one, count_an_owner_too_many, write_what_another_reads, count_rows_twice),
+        find_what_nobody_computes,
+    ],
 )
 def test_check_finds_damage(damage: Callable[[Batcher], None]):
     batcher = Batcher(limits())

@@ -128,7 +128,7 @@ def test_the_trace_is_of_the_trial_in_the_middle_and_its_spans_nest(result):
     middle = sorted(found["trials"], key=lambda trial: trial["seconds"])[1]
     steps = [event for event in events if event["ph"] == "X" and "step" in event["args"]]
     assert len(steps) == middle["steps"]
-    assert sum(event["args"]["prompt_rows"] for event in steps) == middle["prompt_tokens"]
+    assert sum(event["args"]["prompt_rows"] for event in steps) == middle["prompt_tokens"] - middle["cached_tokens"]
     computed = middle["output_tokens"] - len(LINES)  # the last token of an answer is not fed back
     assert sum(event["args"]["decode_rows"] for event in steps) == computed
     assert all(event["args"]["device_ms"] == pytest.approx(event["dur"] / 1e3) for event in steps)
@@ -239,7 +239,7 @@ def test_answers_are_those_without_a_clock_around_the_backend(tiny: Path):
             plain |= {event.request_id: event for event in loaded.engine.step() if isinstance(event, Completion)}
         timing = open_timing(loaded.backend, 1)
         meter = Meter(loaded.backend, timing)
-        trial = run_trial(meter, timing, loaded.codec, requests, eos_token_ids=(), hold=nullcontext)
+        trial = run_trial(meter, timing, loaded.codec, requests, eos_token_ids=(), prefix_cache=True, hold=nullcontext)
     assert [timed.completion.choices for timed in trial.requests] == [plain[i].choices for i in range(len(requests))]
     assert trial.output_tokens == 27 and trial.counts == {}
 

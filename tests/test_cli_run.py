@@ -212,7 +212,7 @@ def test_standard_output_is_answers_and_standard_error_plain_lines(tiny: Path, t
     said = ended.stderr.decode()
     assert not set("\r\x1b") & set(said)
     assert [line.split()[0] for line in said.splitlines()] == [
-        "model:", "prompts:", "answers:", "requests:", "failed:", "tokens:", "latency:", "machine:"
+        "model:", "prompts:", "answers:", "requests:", "failed:", "tokens:", "latency:", "memory:", "machine:"
     ]  # fmt: skip
     assert "requests: 6 ok, 1 failed, 6 cut" in said
     assert "failed:   1 invalid_value; the first in line 7: the prompt is missing" in said

@@ -1,9 +1,13 @@
 """The engine over the NumPy backend and real text: an answer is the same in any company, order, slot, chunk, memory."""
 
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from steps import prompt_step
 from tiny import BYTE_OFFSET, EOS_IDS, make_tiny_model
 
 from tinyvllm_cli.backends.choose import engine_config
@@ -41,10 +45,8 @@ class Model:
         self.checkpoint = checkpoint
         self.codec = TextCodec(load_tokenizer(checkpoint.path), None)
 
-    def answers(
-        self, requests: Sequence[Request], *, num_blocks: int | None = None, max_in_flight: int = 1, **config: int
-    ) -> dict[int, Choice]:
-        backend = CpuBackend(
+    def backend(self, *, num_blocks: int | None = None, max_in_flight: int = 1, **config: int) -> CpuBackend:
+        return CpuBackend(
             self.checkpoint.config,
             self.checkpoint.tensors,
             engine_config("cpu", EngineOptions(max_model_len=96, **config), self.checkpoint),
@@ -52,7 +54,19 @@ class Model:
             num_blocks=num_blocks,
             max_in_flight=max_in_flight,
         )
-        engine = Engine(backend, self.codec, eos_token_ids=self.checkpoint.generation.eos_token_ids)
+
+    def answers(
+        self,
+        requests: Sequence[Request],
+        *,
+        num_blocks: int | None = None,
+        max_in_flight: int = 1,
+        prefix_cache: bool = True,
+        **config: int,
+    ) -> dict[int, Choice]:
+        backend = self.backend(num_blocks=num_blocks, max_in_flight=max_in_flight, **config)
+        eos_token_ids = self.checkpoint.generation.eos_token_ids
+        engine = Engine(backend, self.codec, eos_token_ids=eos_token_ids, prefix_cache=prefix_cache)
         for request in requests:
             engine.add(request)
         done: list[Completion] = []
@@ -60,6 +74,7 @@ class Model:
             done += [event for event in engine.step() if isinstance(event, Completion)]
             engine.check()
         backend.close()
+        self.stats = engine.stats
         assert [completion.error for completion in done] == [None] * len(requests)
         return {completion.request_id: completion.choices[0] for completion in done}
 
@@ -90,9 +105,45 @@ def test_the_requests_end_in_every_way(alone: dict[int, Choice]):
         {"slots": 16, "num_blocks": 1 + 3 * 6},
         {"slots": 16, "max_in_flight": 3},
         {"slots": 2, "max_in_flight": 4, "max_batch_tokens": 5},
+        {"slots": 16, "num_blocks": 1 + 7, "max_in_flight": 2},
+        {"slots": 16, "prefix_cache": False},
+        {"slots": 16, "prefix_cache": False, "num_blocks": 1 + 7},
     ],
     ids=str,
 )
 def test_an_answer_does_not_depend_on_its_company(model: Model, alone: dict[int, Choice], machine: dict[str, int]):
     assert model.answers(REQUESTS, **machine) == alone
     assert model.answers(REQUESTS[::-1], **machine) == alone
+
+
+def shared_requests() -> list[Request]:
+    """Long prompts with a common begin, some wholly the same, greedy: prompts of whole blocks among them."""
+    begin = [BYTE_OFFSET + i * 7 % 90 for i in range(40)]
+    prompts = [begin[:32], begin[:32], begin, [*begin[:35], *begin[:9]], begin[:48], [*begin, *begin[:8]], begin[:16]]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    return [
+        Request(request_id=i, custom_id=i, prompt_token_ids=tuple(ids), params=params) for i, ids in enumerate(prompts)
+    ]
+
+
+def margins(model: Model, request: Request, answer: Choice) -> np.ndarray:
+    """By how much the best logit leads before each token of a greedy answer; [tokens]."""
+    prompt = request.prompt_token_ids or ()
+    step = prompt_step([*prompt, *answer.token_ids[:-1]])
+    rows = np.arange(len(prompt) - 1, len(step.token_ids), dtype=np.int32)
+    with closing(model.backend(slots=len(rows))) as backend:
+        logits = backend.logits(replace(step, logits_indices=rows, sample_slots=np.zeros_like(rows)))
+    best = np.sort(logits[:, : model.codec.size], axis=1)
+    assert logits[:, : model.codec.size].argmax(axis=1).tolist() == list(answer.token_ids)
+    return best[:, -1] - best[:, -2]
+
+
+def test_a_found_prefix_changes_no_token(model: Model):
+    requests = shared_requests()
+    wanted = model.answers(requests, slots=8, prefix_cache=False)
+    assert model.stats.cached_tokens == 0
+    assert min(margins(model, request, wanted[request.request_id]).min() for request in requests) > 1e-3
+    assert model.answers(requests, slots=8) == wanted
+    assert model.stats.cached_tokens > 100 and model.stats.peak_shared_blocks > 1
+    assert model.answers(requests, slots=8, num_blocks=1 + 8, max_in_flight=2, max_batch_tokens=20) == wanted
+    assert model.stats.preemptions > 0

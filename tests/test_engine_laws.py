@@ -1,11 +1,15 @@
 """The law of the engine, for any arrivals, limits, ends and aborts: every request gets the tokens it gets alone."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
-from fake_backend import FakeBackend, FakeCodec, VirtualClock, hashed, refilling_limits, request
+from fake_backend import FakeBackend, FakeCodec, VirtualClock, hashed, limits, refilling_limits, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tinyvllm_cli.engine import prefix
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.engine.sampling import slot_options
 from tinyvllm_cli.types import Completion, Delta, Event, Limits, Request
@@ -44,10 +48,11 @@ def alone(req: Request, lim: Limits) -> tuple[object, ...] | str:
     return (made, "length", None) if params.max_tokens else ()
 
 
-def run(arrivals: list[Arrival], lim: Limits) -> tuple[list[Event], FakeBackend, Engine]:
+def run(arrivals: list[Arrival], lim: Limits, *, prefix_cache: bool = True) -> tuple[list[Event], FakeBackend, Engine]:
     clock = VirtualClock()
     backend = FakeBackend(lim, hashed(VOCAB), clock)
-    engine = Engine(backend, FakeCodec(clock), eos_token_ids=EOS, clock=clock)
+    engine = Engine(backend, FakeCodec(clock), eos_token_ids=EOS, clock=clock, prefix_cache=prefix_cache)
+    backend.owners = engine._batcher.memory.pool.owners
     events: list[Event] = []
     step, last = 0, max((a.at + (a.abort_after or 0) for a in arrivals), default=0)
     while step <= last or not engine.idle:
@@ -66,9 +71,11 @@ def run(arrivals: list[Arrival], lim: Limits) -> tuple[list[Event], FakeBackend,
 
 
 def bound(arrivals: list[Arrival], lim: Limits) -> int:
-    """More steps than any schedule without idle steps needs: one token a step, and the steps in flight at each end."""
+    """More steps than any schedule needs in which the oldest request always goes on: it computes a token a step, from
+    its first one on where it was preempted before it became the oldest, and waits for the steps in flight at each end.
+    """
     work = sum(min(len(a.request.prompt_token_ids) + a.request.params.max_tokens, lim.max_seq_len) for a in arrivals)
-    return work + len(arrivals) * lim.max_in_flight + 2
+    return work + 2 * len(arrivals) * lim.max_in_flight + 2
 
 
 any_limits = st.builds(
@@ -77,8 +84,8 @@ any_limits = st.builds(
     max_slots=st.integers(1, 5),
     refill_slots=st.integers(1, 5),
     max_seq_len=st.integers(2, 24),
-    block_size=st.sampled_from([1, 4, 16]),
-    num_blocks=st.integers(2, 40),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    num_blocks=st.integers(2, 12) | st.integers(2, 40),
     max_in_flight=st.integers(1, 4),
     vocab_size=st.just(VOCAB),
 )
@@ -89,6 +96,9 @@ def any_arrivals(draw: st.DrawFn, aborts: bool = True) -> list[Arrival]:
     arrivals = []
     for i in range(draw(st.integers(1, 10))):
         prompt = draw(st.lists(st.integers(0, VOCAB - 1), max_size=26))
+        if arrivals and draw(st.booleans()):  # a prefix of another prompt, or all of it
+            other = draw(st.sampled_from(arrivals)).request.prompt_token_ids
+            prompt = [*other[: draw(st.integers(0, len(other)))], *prompt[: draw(st.integers(0, 3))]]
         stops = draw(st.sampled_from([(), (3,), (2, 9), tuple(range(VOCAB))]))
         req = request(
             i,
@@ -104,10 +114,21 @@ def any_arrivals(draw: st.DrawFn, aborts: bool = True) -> list[Arrival]:
     return arrivals
 
 
-@settings(max_examples=300)
-@given(any_arrivals(), any_limits)
-def test_every_request_gets_what_it_gets_alone(arrivals: list[Arrival], lim: Limits):
-    events, backend, engine = run(arrivals, lim)
+@contextmanager
+def one_key_for_all(holds: bool) -> Iterator[None]:
+    """Every content has the key of every other."""
+    with patch.object(prefix, "chain_key", lambda parent, token_ids: 0) if holds else nullcontext():
+        yield
+
+
+@settings(max_examples=500)
+@given(any_arrivals(), any_limits, st.booleans(), st.booleans())
+def test_every_request_gets_what_it_gets_alone(
+    arrivals: list[Arrival], lim: Limits, prefix_cache: bool, all_collide: bool
+):
+    """Whatever the slots, the budget, the memory, the steps ahead, and what others have computed."""
+    with one_key_for_all(all_collide):
+        events, backend, engine = run(arrivals, lim, prefix_cache=prefix_cache)
     done = [e for e in events if isinstance(e, Completion)]
     assert len({c.request_id for c in done}) == len(done), "told once"
     for arrival in arrivals:
@@ -125,13 +146,16 @@ def test_every_request_gets_what_it_gets_alone(arrivals: list[Arrival], lim: Lim
         assert sum(deltas, ()) == (wanted[0] if wanted else ())
         assert completion.usage.completion_tokens == len(sum(deltas, ()))
     assert not backend.in_flight
-    assert engine._batcher.blocks_held == 0
+    assert engine._batcher.memory.pool.num_owned == 0
     assert engine.stats.steps == len(backend.steps)
 
 
 @given(any_arrivals(aborts=False), any_limits)
 def test_slots_are_given_in_the_order_of_arrival(arrivals: list[Arrival], lim: Limits):
-    _, backend, _ = run(arrivals, lim)
+    enough = limits(max_slots=lim.max_slots, max_seq_len=lim.max_seq_len, block_size=lim.block_size).num_blocks
+    lim = replace(lim, num_blocks=enough)  # so that nobody gets a slot twice
+    _, backend, engine = run(arrivals, lim)
+    assert engine.stats.preemptions == 0
     by_arrival = sorted(arrivals, key=lambda a: a.at)  # stable: those of one step by their number
     no_slot = ("empty_prompt", "prompt_too_long", ())
     wanted = [a.request.prompt_token_ids for a in by_arrival if alone(a.request, lim) not in no_slot]

@@ -53,7 +53,9 @@ def test_times_of_steps_add_up_to_less_than_the_run(subject: Subject):
     with closing(open_gpu_timing(subject.backend)) as timing:
         meter = Meter(subject.backend, timing)
         for _ in range(2):
-            trial = run_trial(meter, timing, subject.codec, requests, eos_token_ids=(), hold=nullcontext)
+            trial = run_trial(
+                meter, timing, subject.codec, requests, eos_token_ids=(), prefix_cache=True, hold=nullcontext
+            )
     assert trial.output_tokens == 2000
     assert 0 < sum(step.end - step.begin for step in trial.steps) <= trial.seconds
     for before, after in zip(trial.steps, trial.steps[1:], strict=False):

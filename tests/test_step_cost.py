@@ -23,6 +23,11 @@ LAYERS = CONFIG.num_layers
 CLOSE = 16 * 16  # bytes: arrays of an upload lie at multiples of 16
 
 
+def prompt(i: int) -> list[int]:
+    """Of no other's prefix: what is computed once for many is another matter."""
+    return [i // 300, i % 300, *[5] * (PROMPT - 2)]
+
+
 class Silent:
     """An answer whose text costs nothing: that is the text side's."""
 
@@ -63,7 +68,7 @@ def running() -> Iterator[Running]:
     with idle_backend(SLOTS) as (backend, cuda):
         engine = Engine(backend, SilentCodec(), eos_token_ids=(2, 7))
         for i in range(SLOTS):
-            engine.add(request(i, [5] * PROMPT, max_tokens=400))
+            engine.add(request(i, prompt(i), max_tokens=400))
         while engine.stats.completion_tokens < 4 * SLOTS:  # until the shape of the step is captured
             engine.step()
         engine.check()
@@ -100,7 +105,7 @@ def test_a_step_whose_tables_have_changed_uploads_the_changes(running: Running):
 def test_a_step_with_a_prompt_waits_and_allocates_for_nothing(running: Running):
     """One sequence ends, another comes: its prompt is computed beside the rest, kernel by kernel."""
     running.engine.abort(3)
-    running.engine.add(request(SLOTS, [5] * PROMPT, max_tokens=400))
+    running.engine.add(request(SLOTS, prompt(SLOTS), max_tokens=400))
     calls, launches, _ = running.counted(running.engine.step)
     # A copy more, of the prompt's tokens into the token table.
     assert calls == {"memcpyAsync": 3, "eventRecord": 2, "eventSynchronize": 2}
@@ -114,7 +119,7 @@ def test_most_steps_are_captured_while_the_queue_lasts(running: Running):
     for i in range(SLOTS):
         engine.abort(i)
     for i in range(4 * SLOTS):
-        engine.add(request(SLOTS + i, [5] * PROMPT, max_tokens=16 + i * 37 % 113))  # 16..128 in no order
+        engine.add(request(SLOTS + i, prompt(SLOTS + i), max_tokens=16 + i * 37 % 113))  # 16..128 in no order
     graphs = steps = 0
     while len(engine._batcher.waiting) >= running.backend.limits.refill_slots:
         before = counts()["graphs"]
@@ -148,9 +153,9 @@ def test_a_decode_step_calls_few_functions(running: Running):
 def test_a_step_with_a_prompt_calls_few_functions(running: Running):
     plain = python_calls(running.engine.step)
     running.engine.abort(3)
-    running.engine.add(request(SLOTS, [5] * PROMPT, max_tokens=400))
+    running.engine.add(request(SLOTS, prompt(SLOTS), max_tokens=400))
     calls = python_calls(running.engine.step)
-    assert calls["call"] - plain["call"] <= 36 * LAYERS + 90, (calls, plain)
+    assert calls["call"] - plain["call"] <= 36 * LAYERS + 135, (calls, plain)
 
 
 def test_a_decode_step_takes_little_memory_and_gives_it_back(running: Running):

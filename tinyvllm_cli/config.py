@@ -61,6 +61,7 @@ class EngineOptions:
     max_model_len: int | None = None  # None: the model's, or what fits
     threads: int | None = None  # of the CPU backend; None: the CPUs this process may use
     gpu_memory: float | int = GPU_MEMORY  # of a GPU: a share of what is free, or bytes where it is an int
+    prefix_cache: bool = True  # whether KV that was computed for one request is used for others
     seed: int = 0  # of the run; requests without their own derive theirs from it
 
     def __post_init__(self) -> None:

@@ -59,5 +59,11 @@ def open_engine(
     codec = TextCodec(tokenizer, load_chat_template(checkpoint.source), system, checkpoint.config.vocab_size)
     in_force = engine_config(chosen, config, checkpoint)
     device = open_backend(chosen, checkpoint, in_force, tokenizer.size, known_cache_dir())
-    engine = Engine(device, codec, eos_token_ids=checkpoint.generation.eos_token_ids, run_seed=in_force.seed)
+    engine = Engine(
+        device,
+        codec,
+        eos_token_ids=checkpoint.generation.eos_token_ids,
+        run_seed=in_force.seed,
+        prefix_cache=in_force.prefix_cache,
+    )
     return LoadedModel(engine, in_force, device, codec, checkpoint, files, time.monotonic() - started)

@@ -55,6 +55,7 @@ class RunOptions:
     gpu_memory: float | int = GPU_MEMORY
     slots: int | None = None
     max_model_len: int | None = None
+    no_prefix_cache: bool = False
     threads: int | None = None
 
     def settings(self) -> dict[str, Any]:
@@ -70,6 +71,7 @@ class RunOptions:
             max_model_len=self.max_model_len,
             threads=self.threads,
             gpu_memory=self.gpu_memory,
+            prefix_cache=not self.no_prefix_cache,
             seed=self.seed,
         )
 

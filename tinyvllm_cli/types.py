@@ -224,6 +224,8 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose KV is in place once every enqueued step has run
     num_sampled: int = 0  # tokens drawn once every enqueued step has run; those not yet read back are in flight
+    num_cached: int = 0  # prompt tokens whose KV was found instead of computed
+    num_preempted: int = 0  # how often it gave its slot and blocks back, to be computed again
     finished: bool = False
 
     @property

@@ -52,6 +52,7 @@ class BenchOptions:
     gpu_memory: float | int = GPU_MEMORY
     slots: int | None = None
     max_model_len: int | None = None
+    no_prefix_cache: bool = False
     threads: int | None = None
 
     def engine_options(self) -> EngineOptions:
@@ -61,6 +62,7 @@ class BenchOptions:
             max_model_len=self.max_model_len,
             threads=self.threads,
             gpu_memory=self.gpu_memory,
+            prefix_cache=not self.no_prefix_cache,
         )
 
     def run_options(self) -> list[str]:
@@ -74,7 +76,8 @@ class BenchOptions:
             "max-model-len": self.max_model_len,
             "threads": self.threads,
         }
-        return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+        words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+        return [*words, *(["--no-prefix-cache"] if self.no_prefix_cache else [])]
 
 
 def run_bench(options: BenchOptions, *, command: list[str], hold: Hold = nullcontext) -> None:

@@ -65,6 +65,8 @@ def trial_figures(trial: Trial, limit: Limit, rates: Rates) -> Figures:
         "busy": busy(trial.steps),
         "mean_slots_busy": trial.mean_slots_busy,
         "peak_blocks": trial.peak_blocks,
+        "cached_tokens": trial.cached_tokens,
+        "preemptions": trial.preemptions,
     }
 
 

@@ -54,7 +54,14 @@ def measure(
         def run(name: str, total: int | None) -> Trial:
             with display.bar(name, total) as watch:
                 trial = run_trial(
-                    meter, timing, subject.codec, requests, eos_token_ids=subject.eos_token_ids, hold=hold, watch=watch
+                    meter,
+                    timing,
+                    subject.codec,
+                    requests,
+                    eos_token_ids=subject.eos_token_ids,
+                    prefix_cache=subject.engine.prefix_cache,
+                    hold=hold,
+                    watch=watch,
                 )
             if not trial.output_tokens:
                 raise UsageError(f"{workload} asks for no token: there is nothing to measure")

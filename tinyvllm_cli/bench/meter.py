@@ -49,13 +49,21 @@ class Meter:
         self._zero = time.perf_counter()
         self.read = 0.0
         self.steps: list[MeteredStep] = []
-        self.bound: list[int] = []  # slot of each bind
+        self._bound: dict[int, tuple[SlotOptions, int]] = {}
         self.waited = 0.0  # seconds, for the device: until a step was enqueued that runs at once, or a result was there
 
     def now(self) -> float:
         """The clock of everything here, and of the engine above; `read` is what it said last."""
         self.read = time.perf_counter() - self._zero
         return self.read
+
+    @property
+    def first_slots(self) -> list[int]:
+        """The slot of each sequence, in the order of their first ones.
+
+        A sequence has its options for itself, and is bound with the same ones again where it was preempted.
+        """
+        return [slot for _, slot in self._bound.values()]
 
     @property
     def limits(self) -> Limits:
@@ -66,7 +74,7 @@ class Meter:
         return self._backend.facts
 
     def bind(self, slot: int, token_ids: Sequence[int] | I32, options: SlotOptions) -> None:
-        self.bound.append(slot)
+        self._bound.setdefault(id(options), (options, slot))
         self._prompt_lens[slot] = len(token_ids)
         self._backend.bind(slot, token_ids, options)
 

@@ -51,6 +51,8 @@ class Trial:
     waited_s: float  # for results
     peak_blocks: int
     mean_slots_busy: float
+    cached_tokens: int  # of the prompts, whose KV was found instead of computed
+    preemptions: int
     counts: dict[str, int]  # launches by the kernel's name
 
     @property
@@ -66,6 +68,7 @@ def run_trial(
     requests: Sequence[Request],
     *,
     eos_token_ids: tuple[int, ...],
+    prefix_cache: bool,
     hold: Hold,
     watch: Watch = unwatched,
 ) -> Trial:
@@ -76,11 +79,12 @@ def run_trial(
     """
     counts = Counter(meter.counts())
     meter.restart()
-    answers = _Answers(Engine(meter, codec, eos_token_ids=eos_token_ids, clock=meter.now), meter)
+    engine = Engine(meter, codec, eos_token_ids=eos_token_ids, prefix_cache=prefix_cache, clock=meter.now)
+    answers = _Answers(engine, meter)
     answers.run(requests, hold, watch)
     seconds = meter.now()
     # First in, first out: a slot is given to one request after another that asks for tokens.
-    slots = iter(meter.bound)
+    slots = iter(meter.first_slots)
     timed = [
         TimedRequest(
             answers.done[request.request_id],
@@ -89,7 +93,7 @@ def run_trial(
         )
         for request in requests
     ]
-    assert next(slots, None) is None, "a request got a slot twice"
+    assert next(slots, None) is None, "more sequences than requests"
     stats = answers.engine.stats
     return Trial(
         seconds=seconds,
@@ -99,6 +103,8 @@ def run_trial(
         waited_s=meter.waited,
         peak_blocks=stats.peak_blocks,
         mean_slots_busy=stats.mean_slots_busy,
+        cached_tokens=stats.cached_tokens,
+        preemptions=stats.preemptions,
         counts=dict(Counter(meter.counts()) - counts),
     )
 

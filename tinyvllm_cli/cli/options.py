@@ -221,6 +221,7 @@ machine_options = _group(
         metavar="N",
         help="Tokens of prompt and answer together at most.  [default: the model's, or what fits]",
     ),
+    _option("--no-prefix-cache", is_flag=True, help="Compute each prompt anew, also where others begin alike."),
     _option(
         "--threads",
         type=click.IntRange(1, 4096),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import accumulate, compress
+from itertools import accumulate
 
 import numpy as np
 
-from tinyvllm_cli.engine.blocks import BlockAllocator
+from tinyvllm_cli.engine.decoding import Decoding, tokens_left
+from tinyvllm_cli.engine.kv_memory import KVMemory
 from tinyvllm_cli.types import I32, Batch, Limits, Sequence
-
-DECODED: I32 = np.array([[0], [1], [-1]], np.int32)  # what a step adds to a column of Batcher._decode_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +18,7 @@ class Plan:
     """One step to enqueue, and whose it is."""
 
     admitted: list[Sequence]  # to be bound to their slots before the step
+    copies: list[tuple[int, int]]  # blocks to be copied before the step
     batch: Batch
     sampled: list[Sequence]  # [R] whose next token each sampled row is
 
@@ -26,9 +26,19 @@ class Plan:
 class Batcher:
     """Continuous batching (Yu et al., Orca, 2022) with chunked prefill (Agrawal et al., Sarathi-Serve, 2024).
 
-    A step takes one token of every sequence that decodes, then fills the token budget with prompts, both in the order
-    of arrival. Admission is first in, first out, without overtaking: nobody starves. A sequence gets all blocks it can
-    ever need with its slot, so that no step, however far ahead it is enqueued, can run out of them.
+    A step takes one token of every sequence that decodes, then fills the token budget with prompts, in the order of
+    arrival. Admission is first in, first out, without overtaking.
+
+    **Blocks** (Kwon et al., PagedAttention, 2023) are taken as rows are to be written. Where none is left, the sequence
+    that was admitted last gives its blocks back and goes to the head of the queue; it keeps its tokens, and is computed
+    again as if they were its prompt, with what is still cached of it. It gets no slot before its tokens in flight have
+    landed, and nobody else gets one before it: so who was admitted first arrived first, no sequence takes the blocks
+    of an older one, the oldest always goes on, and nobody starves. To keep this rare, nobody is admitted unless all
+    that run can compute what they know and go on for a block.
+
+    **Prefixes** that are cached are shared. A sequence whose next block another one is about to compute waits for it,
+    in its slot. It never waits for a younger one: who finds that nobody computes a block any more claims it before
+    others are admitted.
 
     **Refilling** begins when limits.refill_slots slots are free, or fewer than that many sequences wait; it goes on
     until no slot is free or nobody waits. So prompts come in few steps, many at once, and most steps only decode.
@@ -40,30 +50,23 @@ class Batcher:
     those that were bound and those that were drawn.
 
     A running sequence is first behind, with known tokens to compute; then it decodes, one token behind; then, its last
-    token drawn, it waits for what is in flight. Whoever came before is never further back. What a step needs of those
-    that decode is kept in arrays, so that it costs little Python for each.
+    token drawn, it waits for what is in flight.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, *, prefix_cache: bool = True) -> None:
         self.limits = limits
-        self.blocks = BlockAllocator(limits.num_blocks)
+        self.memory = KVMemory(limits, prefix_cache=prefix_cache)
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in the order of admission, as the two that follow
-        self._behind: list[Sequence] = []
-        self._decoding: list[Sequence] = []
-        self._decode_rows: I32 = np.empty((3, 0), np.int32)  # of _decoding: slot, num_computed, tokens left to draw
+        self.running: list[Sequence] = []  # in the order of admission, which is that of arrival
+        self.preemptions = 0
+        self._behind: list[Sequence] = []  # in the same order
+        self._decoding = Decoding(limits.block_size)
         self._free_slots = list(range(limits.max_slots))[::-1]  # a stack, lowest on top
         self._refilling = False
-        # The block table of every slot, kept as an array so that a step gathers rows instead of converting lists.
-        self._tables = np.zeros((limits.max_slots, _ceil_div(limits.max_seq_len, limits.block_size)), np.int32)
-
-    @property
-    def blocks_held(self) -> int:
-        return self.limits.num_blocks - 1 - self.blocks.num_free
 
     def blocks_needed(self, max_len: int) -> int:
         """Blocks of a sequence that ends with max_len tokens: the last token is never fed back, so it has no KV."""
-        return _ceil_div(max_len - 1, self.limits.block_size)
+        return self.memory.needed(max_len - 1)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It must fit: max_len <= max_seq_len, and its blocks into an empty pool."""
@@ -73,15 +76,21 @@ class Batcher:
 
     def plan(self) -> Plan | None:
         """Give free slots to the queue and lay out the next step; None when nothing can run before more is landed."""
+        for sequence in self._behind:
+            self.memory.adopt(sequence)
+        self._grow_decoding()
         admitted = self._admit()
-        count = min(len(self._decoding), self.limits.max_batch_tokens)
+        count = min(len(self._decoding.sequences), self.limits.max_batch_tokens)
         chunks = self._chunks(self.limits.max_batch_tokens - count)
+        assert all(sequence.slot is not None for sequence in admitted), "room was promised to them"
+        count = min(len(self._decoding.sequences), count)  # fewer where one gave its blocks to an older one's chunk
+        copies, self.memory.copies = self.memory.copies, []
         if not (count or chunks):
-            assert not admitted
+            assert not (admitted or copies)
             return None
         batch, sampled = self._batch(count, chunks)
         self._regroup(count, chunks)
-        return Plan(admitted, batch, sampled)
+        return Plan(admitted, copies, batch, sampled)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence wherever it stands; its tokens still in flight are to be dropped by identity.
@@ -92,64 +101,65 @@ class Batcher:
         sequence.finished = True
         if sequence.slot is None:
             self.waiting.remove(sequence)
-            return
-        self.running.remove(sequence)
-        if sequence in self._behind:
-            self._behind.remove(sequence)
-        elif _left(sequence):
-            place = self._decoding.index(sequence)
-            del self._decoding[place]
-            rows = self._decode_rows
-            self._decode_rows = np.concatenate([rows[:, :place], rows[:, place + 1 :]], axis=1)
-        self._free_slots.append(sequence.slot)
-        self.blocks.free(sequence.block_table)
-        sequence.slot = None
-        sequence.block_table = []
+        else:
+            self._leave(sequence)
 
     def check(self) -> None:
-        """Assert the invariants: slots and blocks have one owner each, and the counts of tokens agree."""
-        self.blocks.check()
-        owned = [block for sequence in self.running for block in sequence.block_table]
-        assert sorted(owned + self.blocks.free_blocks()) == list(range(1, self.limits.num_blocks))
+        """Assert the invariants: slots have one owner each, blocks as many as count, and the counts of tokens agree."""
         slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
         assert sorted(slots + self._free_slots) == list(range(self.limits.max_slots))
+        self.memory.check(self.running)
         for sequence in self.waiting:
             assert sequence.slot is None and not sequence.block_table and not sequence.finished, sequence
+            assert sequence.num_computed == 0 and (sequence.num_preempted or not sequence.num_sampled), sequence
         for sequence in self.running:
             assert not sequence.finished, sequence
-            known = sequence.prompt_len + sequence.num_sampled
+            known = sequence.num_known
             assert sequence.num_computed <= known <= sequence.max_len, sequence
-            assert sequence.num_computed == known - 1 or not sequence.num_sampled, sequence
+            assert sequence.num_preempted or sequence.num_computed == known - 1 or not sequence.num_sampled, sequence
             assert sequence.prompt_len <= len(sequence.token_ids) <= known, sequence
-            assert len(sequence.block_table) == self.blocks_needed(sequence.max_len), sequence
-            table = self._tables[sequence.slot]
-            assert table[: len(sequence.block_table)].tolist() == sequence.block_table, sequence
-            assert not table[len(sequence.block_table) :].any(), sequence
+            assert len(sequence.block_table) <= self.blocks_needed(sequence.max_len), sequence
         assert len({*self.waiting, *self.running}) == len(self.waiting) + len(self.running)
-        assert self._decoding + self._behind == [sequence for sequence in self.running if _left(sequence)]
-        assert all(map(_decodes, self._decoding)) and not any(map(_decodes, self._behind))
-        assert self._decode_rows.T.tolist() == [[*_decode_row(sequence)] for sequence in self._decoding]
+        left = {sequence for sequence in self.running if tokens_left(sequence)}
+        assert {*self._decoding.sequences, *self._behind} == left
+        assert len(self._decoding.sequences) + len(self._behind) == len(left)
+        assert self._behind == [sequence for sequence in self.running if sequence in self._behind]
+        assert all(map(_decodes, self._decoding.sequences))
+        assert all(sequence.num_computed < sequence.num_known for sequence in self._behind)
+        self._decoding.check()
+
+    def _grow_decoding(self) -> None:
+        """A block for the next row of each that decodes and needs one; where none is left, the youngest leaves."""
+        decoding = self._decoding
+        while lacking := decoding.lacking(self.limits.max_batch_tokens):
+            if self.memory.extend([decoding.sequences[place] for place in lacking]):
+                decoding.grown(lacking)
+                return
+            self._preempt(self.running[-1])
 
     def _admit(self) -> list[Sequence]:
-        """Slots and blocks for the head of the queue, as long as there are both and refilling goes on."""
+        """Slots for the head of the queue, as long as there are some, blocks too, and refilling goes on."""
         admitted: list[Sequence] = []
         if not self._refilling:
             worthwhile = self.limits.refill_slots
             self._refilling = len(self._free_slots) >= worthwhile or len(self.waiting) < worthwhile
-        while self._refilling and self.waiting and self._free_slots:
+        if not (self._refilling and self.waiting and self._free_slots):
+            self._refilling = False
+            return admitted
+        promised = self._decoding.promised() + sum(map(self.memory.demand, self._behind))
+        while self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            blocks = self.blocks.allocate(self.blocks_needed(sequence.max_len))
-            if blocks is None:
+            landed = len(sequence.token_ids) == sequence.num_known
+            if not (landed and self.memory.has_room(sequence, promised)):
                 break
             self.waiting.popleft()
-            slot = self._free_slots.pop()
-            sequence.slot, sequence.block_table = slot, blocks
-            self._tables[slot] = 0
-            self._tables[slot, : len(blocks)] = blocks
+            sequence.slot = self._free_slots.pop()
+            self.memory.begin(sequence)
+            promised += self.memory.demand(sequence)
             self.running.append(sequence)
             self._behind.append(sequence)
             admitted.append(sequence)
-        self._refilling = self._refilling and bool(self.waiting and self._free_slots)
+        self._refilling = bool(self.waiting and self._free_slots)
         return admitted
 
     def _chunks(self, budget: int) -> list[tuple[Sequence, int]]:
@@ -159,25 +169,61 @@ class Batcher:
         ones, is no difference.
         """
         chunks: list[tuple[Sequence, int]] = []
-        for sequence in self._behind:
-            chunk = min(sequence.num_known - sequence.num_computed, budget)
-            if not chunk:
+        for sequence in self._behind.copy():
+            if not budget:
                 break
-            chunks.append((sequence, chunk))
-            budget -= chunk
+            chunk = self._chunk(sequence, budget)
+            if chunk:
+                chunks.append((sequence, chunk))
+                budget -= chunk
         return chunks
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """How many tokens a sequence computes; it has the blocks for them."""
+        memory = self.memory
+        if sequence.slot is None:  # it gave its blocks to an older one of the same step
+            return 0
+        memory.adopt(sequence)
+        if memory.waits(sequence):
+            return 0
+        end = min(sequence.num_known, sequence.num_computed + budget)
+        while not memory.grow(sequence, end) and self.running[-1] is not sequence:
+            self._preempt(self.running[-1])
+        memory.copy_found(sequence)
+        held = len(sequence.block_table) * self.limits.block_size
+        return min(sequence.num_known - sequence.num_computed, budget, held - sequence.num_computed)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """It gives slot and blocks back, and is the next to get some; its tokens stay, those in flight are to land."""
+        self._leave(sequence)
+        sequence.num_computed = 0
+        sequence.num_preempted += 1
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """A running sequence runs no more."""
+        assert sequence.slot is not None
+        self.running.remove(sequence)
+        if sequence in self._behind:
+            self._behind.remove(sequence)
+        elif tokens_left(sequence):
+            self._decoding.remove(sequence)
+        self.memory.release(sequence)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = None
 
     def _batch(self, count: int, chunks: list[tuple[Sequence, int]]) -> tuple[Batch, list[Sequence]]:
         """The arrays of a step of the first `count` that decode and then of chunks; counts its tokens as computed and
         sampled."""
-        slots, num_computed, _ = self._decode_rows[:, :count]
+        slots, num_computed, _, _ = self._decoding.rows[:, :count]
         every = np.arange(count + 1, dtype=np.int32)
         slots = _joined(slots, [_slot(sequence) for sequence, _ in chunks])
         num_computed = _joined(num_computed, [sequence.num_computed for sequence, _ in chunks])
         ends = list(accumulate((chunk for _, chunk in chunks), initial=count))[1:]  # rows of the step
         starts = _joined(every, ends)
 
-        sampled = self._decoding[:count]
+        sampled = self._decoding.sequences[:count]
         for sequence in sampled:  # of all that a step costs, this loop is run most often
             sequence.num_computed += 1
             sequence.num_sampled += 1
@@ -193,28 +239,26 @@ class Batcher:
         batch = Batch(
             query_start_loc=starts,
             slots=slots,
-            block_tables=self._tables[slots, : _ceil_div(widest, self.limits.block_size)],
+            block_tables=self.memory.tables[slots, : self.memory.needed(widest)],
             num_computed=num_computed,
             token_ids=np.full(starts[-1], -1, np.int32),
             logits_indices=_joined(every[:-1], [ends[i] - 1 for i in drawing]),
             sample_slots=_joined(slots[:count], [_slot(chunks[i][0]) for i in drawing]),
         )
+        self.memory.written += len(batch.token_ids)
         return batch, sampled
 
     def _regroup(self, count: int, chunks: list[tuple[Sequence, int]]) -> None:
-        """The first `count` have decoded and chunks were computed: who decodes from now on."""
-        rows = self._decode_rows.copy()  # the arrays of a batch may be parts of it
-        rows[:, :count] += DECODED
-        left = rows[2] > 0
-        if not left.all():
-            rows, self._decoding = rows[:, left], list(compress(self._decoding, left.tolist()))
-        through = [sequence for sequence, _ in chunks if _decodes(sequence) or not _left(sequence)]
-        del self._behind[: len(through)]
-        joining = [sequence for sequence in through if _left(sequence)]
-        if joining:
-            self._decoding += joining
-            rows = np.concatenate([rows, np.array([*map(_decode_row, joining)], np.int32).T], axis=1)
-        self._decode_rows = rows
+        """The first `count` have decoded and chunks were computed: who decodes from now on, and what may be shared."""
+        self._decoding.advance(count)
+        through = set()
+        for sequence, _ in chunks:
+            self.memory.prefix.enter(sequence)
+            if _decodes(sequence) or not tokens_left(sequence):
+                through.add(sequence)
+        if through:
+            self._behind = [sequence for sequence in self._behind if sequence not in through]
+            self._decoding.add([sequence for sequence, _ in chunks if sequence in through and tokens_left(sequence)])
 
 
 def _joined(first: I32, then: list[int]) -> I32:
@@ -225,20 +269,6 @@ def _decodes(sequence: Sequence) -> bool:
     return sequence.num_sampled > 0 and sequence.num_known - sequence.num_computed == 1
 
 
-def _left(sequence: Sequence) -> int:
-    """Tokens still to be drawn: a sequence whose last one is drawn in a step in flight has nothing more to compute."""
-    return sequence.max_len - sequence.num_known
-
-
 def _slot(sequence: Sequence) -> int:
     assert sequence.slot is not None, "it runs"
     return sequence.slot
-
-
-def _decode_row(sequence: Sequence) -> tuple[int, int, int]:
-    """Of _decode_rows."""
-    return _slot(sequence), sequence.num_computed, _left(sequence)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

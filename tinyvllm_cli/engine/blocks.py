@@ -1,85 +1,159 @@
-"""Which KV blocks are free: allocation prefers a consecutive run, which a backend may read without a copy."""
+"""Which KV blocks are free, cached or owned, and by how many: reference counts, eviction of the least recently used."""
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Iterable
-from itertools import pairwise
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping
 
 
-class BlockAllocator:
-    """The free blocks of a pool, kept as runs; block 0 is the null block and is never handed out.
+class BlockPool:
+    """The blocks of a KV cache but block 0, the null block, which is never handed out. Each is
 
-    Sequences free what they got in one piece, so there are about as many runs as sequences, however large the pool is:
-    allocating and freeing cost the number of runs, not the number of blocks.
+    free      nothing is known of its content;
+    cached    nobody owns it, but its content is known and may be shared: it is kept as long as no free block is left;
+    or owned  by one sequence or, shared, by several, which only read it.
+
+    A consecutive run is preferred: a backend may read it without a copy. What is freed first is evicted first.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        """`num_blocks` counts the null block, as Limits.num_blocks does."""
-        self.num_blocks = num_blocks
-        self.num_free = max(num_blocks - 1, 0)
-        self._runs = [(1, num_blocks)] if num_blocks > 1 else []  # free [start, end), ascending, never adjacent
+    def __init__(self, num_blocks: int, known: Container[int], forget: Callable[[int], None]) -> None:
+        """`num_blocks` counts the null block, as Limits.num_blocks does.
 
-    def allocate(self, n: int) -> list[int] | None:
-        """n blocks: the lowest consecutive ascending run that holds them, else the lowest free ones, else None."""
-        if n > self.num_free:
+        known: blocks whose content may be shared; forget(block) takes one out, as it is about to be lost.
+        """
+        self.num_blocks = num_blocks
+        self.num_shared = 0  # blocks with more than one owner
+        self.evictions = 0
+        self._known = known
+        self._forget = forget
+        self._owners = [0] * num_blocks  # how many
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the next one to be evicted comes first
+        self._free = bytearray(b"\0" + b"\1" * (num_blocks - 1))  # a run is found as fast as a word in a text
+        self._num_free = num_blocks - 1
+        self._next = 1  # where the next sequence may lie: behind the room of the one before
+
+    @property
+    def num_available(self) -> int:
+        """Free and cached blocks."""
+        return self._num_free + len(self._cached)
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_blocks - 1 - self.num_available
+
+    def owners(self, block: int) -> int:
+        """How many own a block."""
+        return self._owners[block]
+
+    def allocate(self, n: int, *, after: int = 0, room: int = 0) -> list[int] | None:
+        """n blocks for one new owner, or None.
+
+        after: the owner's last block, 0 if it has none; the n follow it where they are free. room: as many as the owner
+        may ever need; of a sequence's first blocks, those that it does not need yet are left free behind them as long
+        as there is space elsewhere.
+        """
+        if n > self.num_available:
             return None
-        for i, (start, end) in enumerate(self._runs):
-            if end - start >= n:
-                return self._take(i, n)
-        blocks: list[int] = []
-        while len(blocks) < n:
-            start, end = self._runs[0]
-            blocks += self._take(0, min(end - start, n - len(blocks)))
+        free = min(n, self._num_free)
+        blocks = self._take(free, after, room)
+        if n > free:
+            blocks += sorted(self._evict() for _ in range(n - free))
+        for block in blocks:
+            self._owners[block] = 1
         return blocks
 
-    def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back. ValueError for a block that is free already, or that no pool hands out."""
-        for start, end in _runs(blocks):
-            self._insert(start, end)
+    def extend(self, last: list[int]) -> list[int] | None:
+        """A block for each of several owners, or None: the one behind its last block, where that is free."""
+        if len(last) > self.num_available:
+            return None
+        blocks = []
+        free, owners = self._free, self._owners
+        for block in last:
+            new = block + 1
+            if not free.startswith(b"\1", new):
+                new = free.find(1) if self._num_free else self._evict()
+            if free[new]:
+                free[new] = 0
+                self._num_free -= 1
+            owners[new] = 1
+            blocks.append(new)
+        return blocks
 
-    def check(self) -> None:
-        """Assert that the runs are inside the pool, ascending, apart from each other, and counted."""
-        assert all(start < end for start, end in self._runs), self._runs
-        assert all(a[1] < b[0] for a, b in pairwise(self._runs)), self._runs
-        assert not self._runs or (self._runs[0][0] > 0 and self._runs[-1][1] <= self.num_blocks), self._runs
-        assert self.num_free == sum(end - start for start, end in self._runs)
+    def share(self, block: int) -> None:
+        """One owner more for a block that is cached or owned."""
+        owners = self._owners[block]
+        if owners == 0:
+            del self._cached[block]
+        self._owners[block] = owners + 1
+        self.num_shared += owners == 1
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """One owner less for each; those whose content is known stay cached, and are evicted in this order.
+
+        ValueError for a block that nobody owns.
+        """
+        for block in blocks:
+            owners = self._owners[block] - 1 if 0 < block < self.num_blocks else -1
+            if owners < 0:
+                raise ValueError(f"block {block} is free already, or not of this pool of {self.num_blocks}")
+            self._owners[block] = owners
+            if owners == 1:
+                self.num_shared -= 1
+            elif owners == 0 and block in self._known:
+                self._cached[block] = None
+            elif owners == 0:
+                self._free[block] = 1
+                self._num_free += 1
+
+    def check(self, owners: Mapping[int, int]) -> None:
+        """Assert that each block is free, cached or owned, and by as many as `owners` says (0 where it lacks one)."""
+        assert not owners.get(0) and owners.keys() <= set(range(self.num_blocks))
+        assert self._owners == [owners.get(block, 0) for block in range(self.num_blocks)]
+        assert self._num_free == sum(self._free)
+        for block in range(1, self.num_blocks):
+            states = self._free[block], block in self._cached, self._owners[block] > 0
+            assert sum(states) == 1, (block, states)
+            assert block in self._known or not states[1], block
+            assert block not in self._known or not states[0], block
+        assert self.num_shared == sum(count > 1 for count in self._owners)
 
     def free_blocks(self) -> list[int]:
-        """Every free block, ascending. For checks and tests: its cost is the size of the pool."""
-        return [block for start, end in self._runs for block in range(start, end)]
+        """Every free block, ascending. For tests: its cost is the size of the pool."""
+        return [block for block, free in enumerate(self._free) if free]
 
-    def _take(self, i: int, n: int) -> list[int]:
-        """The first n blocks of run i."""
-        start, end = self._runs[i]
-        if start + n == end:
-            del self._runs[i]
+    def _take(self, n: int, after: int, room: int) -> list[int]:
+        """n of the free blocks, of which there are enough."""
+        if n == 0:
+            return []
+        run = b"\1" * n
+        if after and self._free.startswith(run, after + 1):
+            blocks = list(range(after + 1, after + 1 + n))
         else:
-            self._runs[i] = (start + n, end)
-        self.num_free -= n
+            blocks = self._first_run(max(n, room), n) or self._first_run(n, n) or self._singles(n)
+        for block in blocks:
+            self._free[block] = 0
+        self._num_free -= n
+        return blocks
+
+    def _first_run(self, length: int, n: int) -> list[int]:
+        """The first n of a run of free blocks, or none."""
+        run = b"\1" * length
+        start = self._free.find(run, self._next)
+        if start < 0:
+            start = self._free.find(run)
+        if start < 0:
+            return []
+        self._next = start + length
         return list(range(start, start + n))
 
-    def _insert(self, start: int, end: int) -> None:
-        i = bisect(self._runs, (start, end))
-        before = self._runs[i - 1] if i else (0, 0)
-        after = self._runs[i] if i < len(self._runs) else (self.num_blocks + 1, self.num_blocks + 1)
-        if start < max(before[1], 1) or end > min(after[0], self.num_blocks):
-            raise ValueError(f"blocks {start} to {end - 1} are free already, or not of this pool of {self.num_blocks}")
-        self.num_free += end - start
-        first, last = i, i  # the neighbours that the run grows together with
-        if before[1] == start:
-            first, start = i - 1, before[0]
-        if after[0] == end:
-            last, end = i + 1, after[1]
-        self._runs[first:last] = [(start, end)]
+    def _singles(self, n: int) -> list[int]:
+        blocks = [0]
+        for _ in range(n):
+            blocks.append(self._free.index(1, blocks[-1] + 1))
+        return blocks[1:]
 
-
-def _runs(blocks: Iterable[int]) -> list[tuple[int, int]]:
-    """Blocks as consecutive ascending runs [start, end), in their order."""
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        if runs and runs[-1][1] == block:
-            runs[-1] = (runs[-1][0], block + 1)
-        else:
-            runs.append((block, block + 1))
-    return runs
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._forget(block)
+        self.evictions += 1
+        return block

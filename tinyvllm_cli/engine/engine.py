@@ -52,9 +52,11 @@ class Engine:
         *,
         eos_token_ids: tuple[int, ...],
         run_seed: int = 0,
+        prefix_cache: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` gives seconds and never goes back; `run_seed` seeds the requests that bring no seed."""
+        """`clock` gives seconds and never goes back; `run_seed` seeds the requests that bring no seed; prefix_cache:
+        whether what was computed for one request is used for others."""
         self.stats = EngineStats()
         self._backend = backend
         self._limits = backend.limits
@@ -62,7 +64,7 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._run_seed = run_seed
         self._clock = clock
-        self._batcher = Batcher(self._limits)
+        self._batcher = Batcher(self._limits, prefix_cache=prefix_cache)
         self._live: dict[int, _Live] = {}
         self._in_flight: deque[tuple[Pending, list[Sequence]]] = deque()  # steps, and whose token each of their rows is
         self._done: list[Completion] = []  # ended without a step: events of the next one
@@ -119,11 +121,12 @@ class Engine:
         return self._land(sampled, pending.result().token_ids[0].tolist())
 
     def fail_running(self, message: str) -> list[Completion]:
-        """End the requests that hold a slot, after a backend that failed under way; those that wait were not begun."""
+        """End the requests that were begun, after a backend that failed under way; of the others nothing is told."""
         self._in_flight.clear()
         failure = Failure("internal", message)
-        running = [self._live[sequence.request.request_id] for sequence in self._batcher.running]
-        return [self._close(live, _failed(live.sequence.request, failure)) for live in running]
+        preempted = [sequence for sequence in self._batcher.waiting if sequence.num_preempted]
+        begun = [self._live[sequence.request.request_id] for sequence in (*self._batcher.running, *preempted)]
+        return [self._close(live, _failed(live.sequence.request, failure)) for live in begun]
 
     def check(self) -> None:
         """Assert the invariants of engine and batcher."""
@@ -170,10 +173,11 @@ class Engine:
             assert sequence.slot is not None
             self._live[sequence.request.request_id].times.enter_slot(now)
             self._backend.bind(sequence.slot, sequence.token_ids, sequence.options)
+        if plan.copies:
+            self._backend.copy_blocks(plan.copies)
         self._in_flight.append((self._backend.step(plan.batch), plan.sampled))
-        self.stats.steps += 1
-        self.stats.slot_steps += len(self._batcher.running)
-        self.stats.peak_blocks = max(self.stats.peak_blocks, self._batcher.blocks_held)
+        batcher = self._batcher
+        self.stats.count_step(len(batcher.running), batcher.preemptions, batcher.memory)
         return True
 
     def _land(self, sampled: list[Sequence], token_ids: list[int]) -> list[Event]:
@@ -192,6 +196,7 @@ class Engine:
             if live.times.first_token is None:
                 live.times.first_token = now
                 self.stats.prompt_tokens += sequence.prompt_len
+                self.stats.cached_tokens += sequence.num_cached
             try:
                 done = token_id in live.ends
                 text = "" if done else live.answer.push(token_id)
@@ -249,7 +254,7 @@ def _answered(live: _Live, choices: tuple[Choice, ...]) -> Completion:
         line=request.line,
         choices=choices,
         usage=Usage(live.sequence.prompt_len, made),
-        stats=live.times.stats(made),
+        stats=live.times.stats(made, live.sequence.num_cached),
         metadata_json=request.metadata_json,
     )
 

@@ -102,8 +102,15 @@ class Summary:
     e2e_p50_s: float | None
     e2e_p99_s: float | None
     mean_slots_busy: float
-    peak_blocks: int
-    num_blocks: int  # that there are
+    num_blocks: int  # KV blocks that there are
+    peak_blocks: int  # held at once; a shared one counts once
+    mean_blocks: float  # held, over the steps
+    peak_shared_blocks: int  # held at once by several requests
+    unwritten_share: float  # of the positions in held blocks, those that nothing was written to
+    cached_tokens: int  # of the prompts, whose KV was found instead of computed
+    hit_rate: float  # the same as a share of the prompts' tokens
+    preemptions: int  # requests that gave their blocks back before their end, to be computed again
+    evictions: int  # cached blocks that were given away
     load_s: float
     wall_s: float  # from the loaded model to the last answer
     failures: dict[str, int]  # by type
@@ -121,8 +128,12 @@ class Summary:
             f"tokens:   {self.prompt_tokens} in, {self.completion_tokens} out, {self.tokens_per_s:.1f} out a second",
             f"latency:  TTFT p50 {_seconds(self.ttft_p50_s)}, p99 {_seconds(self.ttft_p99_s)};"
             f" end to end p50 {_seconds(self.e2e_p50_s)}, p99 {_seconds(self.e2e_p99_s)}",
-            f"machine:  {self.mean_slots_busy:.1f} slots busy on average, {self.peak_blocks} of {self.num_blocks}"
-            f" KV blocks at the peak, {self.load_s:.1f} s to load, {self.wall_s:.1f} s to answer",
+            f"memory:   {self.peak_blocks} of {self.num_blocks} KV blocks at the peak,"
+            f" {self.peak_shared_blocks} shared, {self.mean_blocks:.1f} on average,"
+            f" {self.unwritten_share:.1%} of these unwritten; {self.hit_rate:.1%} of the prompts cached,"
+            f" {self.preemptions} preempted, {self.evictions} evicted",
+            f"machine:  {self.mean_slots_busy:.1f} slots busy on average, {self.load_s:.1f} s to load,"
+            f" {self.wall_s:.1f} s to answer",
         ]
 
 

@@ -16,6 +16,7 @@ from tinyvllm_cli.backends.row_layout import RowLayout, require, same, within
 from tinyvllm_cli.model.parameters import Array
 from tinyvllm_cli.types import I32, Batch, Limits, SlotOptions
 
+LARGEST = 2**31 - 1
 MIN_STAGING = 1 << 20  # bytes: the prompts of many slots between two steps
 
 
@@ -25,7 +26,7 @@ class BlockTables:
     def __init__(self, device: Array) -> None:
         self.device = device
         self._host: I32 = np.zeros(device.shape, np.int32)
-        self._held: I32 = np.zeros(len(self._host), np.int32)  # blocks of each row before its first null block
+        self._held: I32 = np.zeros(len(self._host), np.int32)  # no null block stands among so many first ones of a row
 
     def update(self, batch: Batch, num_blocks: I32, limits: Limits) -> I32 | None:
         """Take over the tables of a batch as far as it needs them, num_blocks [S] each. What the GPU lacks of them:
@@ -36,23 +37,28 @@ class BlockTables:
         width = int(num_blocks.max())
         require(width <= batch.block_tables.shape[1], "each position has a block")
         slots, tables = batch.slots, batch.block_tables[:, :width]
-        kept = self._host[slots, :width]
-        if same(tables, kept):
-            require(bool((num_blocks <= self._held[slots]).all()), "each position has a block")
+        kept, held = self._host[slots, :width], self._held[slots]
+        if same(tables, kept) and within(held - num_blocks, 0, LARGEST):
             return None
-        differs = tables != kept
-        changed = np.flatnonzero(differs.any(axis=1))  # few of them, where only some sequences have come
-        tables, slots_changed, differs = tables[changed], slots[changed], differs[changed]
-        held = self._held[slots]
-        held[changed] = _before_null(tables)
-        require(within(tables, 0, limits.num_blocks), "block_tables hold blocks of the pool")
-        require(bool((num_blocks <= held).all()), "each position has a block")
-        which, columns = np.nonzero(differs)
-        changes = np.empty((len(which), 2), np.int32)
-        changes[:, 0] = places = slots_changed[which] * self._host.shape[1] + columns
-        changes[:, 1] = tables[which, columns]
-        self._host.reshape(-1)[places] = changes[:, 1]
-        self._held[slots_changed] = _before_null(self._host[slots_changed])  # further columns are from before
+        changed = np.flatnonzero(tables != kept)
+        rows, columns = np.divmod(changed, width)
+        blocks = tables[rows, columns]
+        require(within(blocks, 0, limits.num_blocks), "block_tables hold blocks of the pool")
+        if not blocks.all():
+            null = blocks == 0
+            np.minimum.at(held, rows[null], columns[null])
+        held[rows] += (columns == held[rows]) & (blocks > 0)  # how sequences grow; what else there is, is looked for
+        short = np.flatnonzero(num_blocks > held)
+        if short.size:
+            held[short] = _before_null(tables[short])
+            require(bool((num_blocks[short] <= held[short]).all()), "each position has a block")
+        self._held[slots] = held
+        if not changed.size:
+            return None
+        changes = np.empty((len(changed), 2), np.int32)
+        changes[:, 0] = places = slots[rows] * self._host.shape[1] + columns
+        changes[:, 1] = blocks
+        self._host.reshape(-1)[places] = blocks
         return changes
 
 
