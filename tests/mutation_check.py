@@ -49,9 +49,9 @@ MUTATIONS = (
     ),
     Mutation(
         "the batcher hands out a stale block table",
-        "tinyvllm_cli/engine/batcher.py",
-        "self._tables[slot, : len(blocks)] = blocks",
-        "self._tables[slot, : len(blocks)] = sorted(blocks)[::-1]",
+        "tinyvllm_cli/engine/kv_memory.py",
+        "self.tables[sequence.slot, len(held) : len(held) + len(blocks)] = blocks",
+        "self.tables[sequence.slot, len(held) : len(held) + len(blocks)] = sorted(blocks)[::-1]",
         ("tests/test_batcher.py", "tests/test_engine_laws.py"),
     ),
     Mutation(
