@@ -98,6 +98,7 @@ class FakeBackend:
     row_s: float = 0.0
     steps: list[Step] = field(default_factory=list)
     bound: list[tuple[int, ...]] = field(default_factory=list)  # the prompt of each bind
+    copied: list[list[tuple[int, int]]] = field(default_factory=list)  # blocks, by call
     in_flight: list[FakePending] = field(default_factory=list)
     results: list[list[int]] = field(default_factory=list)  # that were read
     failing_step: int | None = None  # the number of the step at which the device breaks
@@ -131,7 +132,10 @@ class FakeBackend:
         for s, slot in enumerate(batch.slots.tolist()):
             self._check_read(slot, computed[s], batch.block_tables[s])
         for s, slot in enumerate(batch.slots.tolist()):
-            self._write(slot, batch.token_ids[starts[s] : starts[s + 1]], computed[s], batch.block_tables[s])
+            # What is written now, those share from now on that draw from its last row.
+            drawing = max(int(np.count_nonzero(batch.logits_indices == starts[s + 1] - 1)), 1)
+            tokens = batch.token_ids[starts[s] : starts[s + 1]]
+            self._write(slot, tokens, computed[s], batch.block_tables[s], drawing)
         tokens = [
             self._sample(batch, int(row), int(slot))
             for row, slot in zip(batch.logits_indices, batch.sample_slots, strict=True)
@@ -149,8 +153,9 @@ class FakeBackend:
         return self.in_flight[-1]
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        self.copied.append(pairs)
         for source, target in pairs:
-            assert source != target and self.owners(target) == 1 and source > 0 < target
+            assert source != target and self.owners(target) > 0 and source > 0 < target
             self.kv_token[target] = self.kv_token[source]
             self.kv_prefix[target] = self.kv_prefix[source]
 
@@ -178,13 +183,13 @@ class FakeBackend:
             prefix = with_token(prefix, token)
             assert prefix == found, "KV of this token behind other tokens"
 
-    def _write(self, slot: int, token_ids: np.ndarray, begin: int, blocks: np.ndarray) -> None:
+    def _write(self, slot: int, token_ids: np.ndarray, begin: int, blocks: np.ndarray, owners: int) -> None:
         end = begin + len(token_ids)
         assert begin >= 0 and end < self.limits.max_seq_len, "KV is never needed for the last position"
         size = self.limits.block_size
         written = blocks[begin // size : (end - 1) // size + 1].tolist()
         assert all(block > 0 for block in written), "the null block belongs to nobody"
-        assert all(self.owners(block) == 1 for block in written), "others read this block"
+        assert all(1 <= self.owners(block) <= owners for block in written), "others read this block"
         table = self.table[slot]
         new = np.where(token_ids == -1, table[begin:end], token_ids)
         assert (new != UNWRITTEN).all(), "fed back before it was drawn"
@@ -203,9 +208,11 @@ class FakeBackend:
 
     def _sample(self, batch: Batch, row: int, slot: int) -> int:
         s = int(np.searchsorted(batch.query_start_loc, row, side="right")) - 1
-        assert batch.slots[s] == slot and row == batch.query_start_loc[s + 1] - 1
+        assert self.owner[slot] >= 0 and row == batch.query_start_loc[s + 1] - 1
         end = int(batch.num_computed[s] + row - batch.query_start_loc[s]) + 1
-        token = self.next_token(tuple(self._read(batch.block_tables[s], end)[0]), self.options[slot])
+        history = self._read(batch.block_tables[s], end)[0]
+        assert history == self.table[slot, :end].tolist(), "drawn from the row of another prompt"
+        token = self.next_token(tuple(history), self.options[slot])
         self.table[slot, end] = token
         return token
 

@@ -33,8 +33,8 @@ def request(line: bytes | dict[str, Any], defaults: Defaults | None = None) -> R
     return item
 
 
-def refusal(line: bytes | dict[str, Any]) -> tuple[str, str, str | None]:
-    item = read_one(line)
+def refusal(line: bytes | dict[str, Any], defaults: Defaults | None = None) -> tuple[str, str, str | None]:
+    item = read_one(line, defaults)
     assert isinstance(item, Completion), item
     assert item.error is not None and item.error.detail is None
     assert "\n" not in item.error.message

@@ -75,6 +75,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_opened(said, tiny: Path, tm
     (empty := tmp_path / "empty.jsonl").write_text("\n")
     ids = {"prompt_token_ids": [1]}
     text = write_lines(tmp_path / "ids.jsonl", [ids, ids, {"prompt": "a"}, {"prompt": "b"}])
+    several = write_lines(tmp_path / "several.jsonl", [ids, {**ids, "n": 3, "temperature": 1}])
     stops = write_lines(tmp_path / "stops.jsonl", [{**ids, "stop": "a"}])
     (plain := tmp_path / "plain.txt").write_text("\na\n")
     (model := tmp_path / "model").mkdir()
@@ -89,6 +90,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_opened(said, tiny: Path, tm
         (("--workload", "fast"), "--workload fast: wanted latency, mixed, short, prefix, or a .jsonl or .txt file"),
         (("--workload", tmp_path / "none.jsonl"), "cannot read the input"),
         (("--workload", empty), "holds no requests"),
+        (("--workload", several), "several.jsonl, line 2: n is 3, wanted 1"),
         (("--workload", text, *random), "ids.jsonl, line 3 holds text (prompt), and random weights have no tokenizer"),
         (("--workload", plain, *random), "plain.txt, line 2 holds text (prompt), and random weights have no tokenizer"),
         (
@@ -112,8 +114,8 @@ def test_what_cannot_be_is_refused_before_a_model_is_opened(said, tiny: Path, tm
         assert message in refused(*args, said=said), args
     assert "request line-2, line 2 failed: prompt is 1" in refused("--workload", bad, said=said, code=1)
     assert other.read_text() == '{"my": "notes"}' and sorted(path.name for path in tmp_path.iterdir()) == [
-        "bad.jsonl", "empty.jsonl", "folder", "ids.jsonl", "link", "model", "notes.json", "plain.txt", "stops.jsonl",
-        "theirs.json",
+        "bad.jsonl", "empty.jsonl", "folder", "ids.jsonl", "link", "model", "notes.json", "plain.txt", "several.jsonl",
+        "stops.jsonl", "theirs.json",
     ]  # fmt: skip
 
 

@@ -64,6 +64,20 @@ def test_a_line_wins_over_the_command_and_the_command_over_the_model(tmp_path: P
     assert cooled["none"]["choices"] == plain["none"]["choices"]
 
 
+def test_several_answers_a_line(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    lines = [*LINES[:2], {**LINES[2], "n": 1}, {**LINES[3], "n": 4, "temperature": 2}, {**LINES[4], "temperature": 0}]
+    single = answers_to(tmp_path, tiny, LINES[:3], "--temperature", "1.5")
+    found = answers_to(tmp_path, tiny, lines, "-n", "3", "--temperature", "1.5", "--slots", "2", code=3)
+    assert ", n 3" in capfd.readouterr().err
+    assert [len(found[i]["choices"]) for i in range(5)] == [3, 3, 1, 4, 0]
+    assert found[4]["error"]["type"] == "invalid_value" and found[4]["error"]["field"] == "n"
+    for i in range(3):
+        assert found[i]["choices"][0] == single[i]["choices"][0]
+        assert [choice["index"] for choice in found[i]["choices"]] == list(range(len(found[i]["choices"])))
+        assert found[i]["usage"]["completion_tokens"] == len(found[i]["choices"]) * LINES[i]["max_tokens"]
+        assert found[i]["usage"]["prompt_tokens"] == single[i]["usage"]["prompt_tokens"]
+
+
 def test_model_sampling_without_a_suggestion_is_said(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     answers_to(tmp_path, tiny, LINES, "--model-sampling")
     assert "the model suggests no sampling" in capfd.readouterr().err
@@ -135,7 +149,9 @@ def test_system_and_raw(chat: Path, tmp_path: Path):
         (["in.jsonl", "--set", "top_p=0"], "top_p is 0, wanted a number above 0 and at most 1"),
         (["in.jsonl", "--set", "top_p=x"], 'top_p is "x", wanted'),
         (["in.jsonl", "--set", "top_pp=1"], "unknown field top_pp, did you mean top_p?"),
-        (["in.jsonl", "--set", "n=2"], "n is 2, which is not supported"),
+        (["in.jsonl", "-n", "0"], "error: -n is 0, wanted an integer from 1 to 1024"),
+        (["in.jsonl", "-n", "2", "--set", "n=2"], "n is given twice"),
+        (["in.jsonl", "--set", "logprobs=2"], "logprobs is not supported"),
         (["in.jsonl", "--set", "prompt=x"], "prompt belongs to one line"),
         (["in.jsonl", "--set", "top_p"], "wanted NAME=VALUE"),
         (["in.jsonl", "--set", "top_k=1", "--set", "top_k=2"], "top_k is given twice"),

@@ -14,6 +14,7 @@ from tinyvllm_cli.backends.choose import engine_config
 from tinyvllm_cli.backends.cpu.backend import CpuBackend
 from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.engine.sampling import request_seed, sample_seed
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
 from tinyvllm_cli.text.codec import TextCodec
 from tinyvllm_cli.text.tokenizer import load_tokenizer
@@ -55,7 +56,11 @@ class Model:
             max_in_flight=max_in_flight,
         )
 
-    def answers(
+    def answers(self, requests: Sequence[Request], **machine: Any) -> dict[int, Choice]:
+        """The first answer to each request."""
+        return {request_id: choices[0] for request_id, choices in self.choices(requests, **machine).items()}
+
+    def choices(
         self,
         requests: Sequence[Request],
         *,
@@ -63,7 +68,7 @@ class Model:
         max_in_flight: int = 1,
         prefix_cache: bool = True,
         **config: int,
-    ) -> dict[int, Choice]:
+    ) -> dict[int, tuple[Choice, ...]]:
         backend = self.backend(num_blocks=num_blocks, max_in_flight=max_in_flight, **config)
         eos_token_ids = self.checkpoint.generation.eos_token_ids
         engine = Engine(backend, self.codec, eos_token_ids=eos_token_ids, prefix_cache=prefix_cache)
@@ -76,7 +81,7 @@ class Model:
         backend.close()
         self.stats = engine.stats
         assert [completion.error for completion in done] == [None] * len(requests)
-        return {completion.request_id: completion.choices[0] for completion in done}
+        return {completion.request_id: completion.choices for completion in done}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +119,28 @@ def test_the_requests_end_in_every_way(alone: dict[int, Choice]):
 def test_an_answer_does_not_depend_on_its_company(model: Model, alone: dict[int, Choice], machine: dict[str, int]):
     assert model.answers(REQUESTS, **machine) == alone
     assert model.answers(REQUESTS[::-1], **machine) == alone
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        {"slots": 16},
+        {"slots": 3, "max_batch_tokens": 7},
+        {"slots": 16, "num_blocks": 1 + 7, "max_in_flight": 2},
+        {"slots": 5, "prefix_cache": False, "max_in_flight": 3},
+    ],
+    ids=str,
+)
+def test_samples_are_the_answers_to_requests_with_their_seeds(model: Model, machine: dict[str, int]):
+    drawn = [request for request in REQUESTS if request.params.temperature]
+    several = [replace(request, params=replace(request.params, n=4)) for request in drawn]
+    found = model.choices(several, **machine)
+    for request in drawn:
+        seeds = [sample_seed(request_seed(request, 0), i) for i in range(4)]
+        alone = [replace(request, request_id=i, params=replace(request.params, seed=s)) for i, s in enumerate(seeds)]
+        wanted = model.answers(alone, slots=1)
+        assert list(found[request.request_id]) == [replace(wanted[i], index=i) for i in range(4)]
+    assert sum(len({choice.token_ids for choice in choices}) == 4 for choices in found.values()) > len(found) / 2
 
 
 def shared_requests() -> list[Request]:

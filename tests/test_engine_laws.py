@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tinyvllm_cli.engine import prefix
 from tinyvllm_cli.engine.engine import Engine
-from tinyvllm_cli.engine.sampling import slot_options
+from tinyvllm_cli.engine.sampling import request_seed, sample_seed, slot_options
 from tinyvllm_cli.types import Completion, Delta, Event, Limits, Request
 
 EOS = (2, 7)
@@ -48,6 +48,17 @@ def alone(req: Request, lim: Limits) -> tuple[object, ...] | str:
     return (made, "length", None) if params.max_tokens else ()
 
 
+def samples(req: Request, lim: Limits) -> list[tuple[object, ...]] | str:
+    """What each answer of a request must be, as that of a request of its own; or the error of all."""
+    seed = request_seed(req, 0)
+    outcomes = [
+        alone(replace(req, params=replace(req.params, n=1, seed=sample_seed(seed, i))), lim)
+        for i in range(req.params.n)
+    ]
+    error = next((outcome for outcome in outcomes if isinstance(outcome, str)), None)
+    return error or [outcome for outcome in outcomes if isinstance(outcome, tuple) and outcome]
+
+
 def run(arrivals: list[Arrival], lim: Limits, *, prefix_cache: bool = True) -> tuple[list[Event], FakeBackend, Engine]:
     clock = VirtualClock()
     backend = FakeBackend(lim, hashed(VOCAB), clock)
@@ -74,8 +85,9 @@ def bound(arrivals: list[Arrival], lim: Limits) -> int:
     """More steps than any schedule needs in which the oldest request always goes on: it computes a token a step, from
     its first one on where it was preempted before it became the oldest, and waits for the steps in flight at each end.
     """
-    work = sum(min(len(a.request.prompt_token_ids) + a.request.params.max_tokens, lim.max_seq_len) for a in arrivals)
-    return work + 2 * len(arrivals) * lim.max_in_flight + 2
+    requests = [arrival.request for arrival in arrivals for _ in range(arrival.request.params.n)]
+    work = sum(min(len(req.prompt_token_ids) + req.params.max_tokens, lim.max_seq_len) for req in requests)
+    return work + 2 * len(requests) * lim.max_in_flight + 2
 
 
 any_limits = st.builds(
@@ -106,12 +118,20 @@ def any_arrivals(draw: st.DrawFn, aborts: bool = True) -> list[Arrival]:
             max_tokens=draw(st.integers(0, 16)),
             min_tokens=draw(st.sampled_from([0, 0, 3])),
             ignore_eos=draw(st.booleans()),
+            n=draw(st.sampled_from([1, 1, 2, 3, 7])),
             stop_token_ids=stops,
             seed=draw(st.integers(0, 3)),
         )
         abort_after = draw(st.none() | st.integers(0, 12)) if aborts else None
         arrivals.append(Arrival(req, draw(st.integers(0, 8)), abort_after))
     return arrivals
+
+
+def ask_once_what_fails(arrivals: list[Arrival]) -> None:
+    """A request's answers all end where one of them has no id to draw."""
+    for arrival in arrivals:
+        if len(arrival.request.params.stop_token_ids) == VOCAB:
+            arrival.request = replace(arrival.request, params=replace(arrival.request.params, n=1))
 
 
 @contextmanager
@@ -136,15 +156,16 @@ def test_every_request_gets_what_it_gets_alone(
         if completion is None:
             assert arrival.abort_after is not None
             continue
-        wanted = alone(arrival.request, lim)
+        wanted = samples(arrival.request, lim)
         if completion.error is not None:
             assert completion.error.type == wanted
             continue
-        got = [(c.token_ids, c.finish_reason, c.stop_reason) for c in completion.choices]
-        assert got == ([wanted] if wanted else [])
-        deltas = [e.token_ids for e in events if isinstance(e, Delta) and e.request_id == completion.request_id]
-        assert sum(deltas, ()) == (wanted[0] if wanted else ())
-        assert completion.usage.completion_tokens == len(sum(deltas, ()))
+        assert [c.index for c in completion.choices] == list(range(len(wanted)))
+        assert [(c.token_ids, c.finish_reason, c.stop_reason) for c in completion.choices] == wanted
+        deltas = [e for e in events if isinstance(e, Delta) and e.request_id == completion.request_id]
+        for choice in completion.choices:
+            assert sum((d.token_ids for d in deltas if d.index == choice.index), ()) == choice.token_ids
+        assert completion.usage.completion_tokens == len(deltas) == sum(len(ids) for ids, _, _ in wanted)
     assert not backend.in_flight
     assert engine._batcher.memory.pool.num_owned == 0
     assert engine.stats.steps == len(backend.steps)
@@ -154,12 +175,13 @@ def test_every_request_gets_what_it_gets_alone(
 def test_slots_are_given_in_the_order_of_arrival(arrivals: list[Arrival], lim: Limits):
     enough = limits(max_slots=lim.max_slots, max_seq_len=lim.max_seq_len, block_size=lim.block_size).num_blocks
     lim = replace(lim, num_blocks=enough)  # so that nobody gets a slot twice
+    ask_once_what_fails(arrivals)
     _, backend, engine = run(arrivals, lim)
     assert engine.stats.preemptions == 0
     by_arrival = sorted(arrivals, key=lambda a: a.at)  # stable: those of one step by their number
     no_slot = ("empty_prompt", "prompt_too_long", ())
-    wanted = [a.request.prompt_token_ids for a in by_arrival if alone(a.request, lim) not in no_slot]
-    assert backend.bound == wanted
+    slots = [a.request for a in by_arrival if alone(a.request, lim) not in no_slot]
+    assert backend.bound == [req.prompt_token_ids for req in slots for _ in range(req.params.n)]
 
 
 @given(any_arrivals(aborts=False), any_limits)
@@ -182,6 +204,7 @@ def test_when_slots_are_refilled_changes_no_answer(arrivals: list[Arrival], lim:
 
 @given(any_arrivals(aborts=False), any_limits)
 def test_without_steps_ahead_nothing_is_drawn_in_vain(arrivals: list[Arrival], lim: Limits):
+    ask_once_what_fails(arrivals)
     events, backend, engine = run(arrivals, replace(lim, max_in_flight=1))
     no_token = [e for e in events if isinstance(e, Completion) and e.error and e.error.type == "invalid_value"]
     assert sum(len(step.sampled) for step in backend.steps) == engine.stats.completion_tokens + len(no_token)

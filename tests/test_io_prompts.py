@@ -139,7 +139,7 @@ def test_a_repeated_id_is_refused_where_it_comes_again():
         ("min_tokens", [-1, 1.0, True]),
         ("ignore_eos", [0, "false"]),
         ("logit_bias", [[], {"a": 1}, {"1": "1"}, {"1": 100.5}, {"1": -101}, {"1.5": 1}, {"1": None}]),
-        ("n", [0, -1, 1.0, True]),
+        ("n", [0, -1, 1.0, True, 1025, "2"]),
         ("presence_penalty", [-2.1, 2.1, "0"]),
         ("frequency_penalty", [-2.1, 2.1, "0"]),
         ("repetition_penalty", [0, -1, "1"]),
@@ -177,6 +177,7 @@ def test_types_and_ranges_are_strict_and_the_error_names_the_field(name: str, wr
         ("stop_token_ids", [3, 2], (3, 2)),
         ("logit_bias", {"7": 100, "2": -0.5}, ((2, -0.5), (7, 100.0))),
         ("min_p", 0, 0.0),
+        ("n", 1, 1),
     ],
 )
 def test_what_a_line_says_holds(name: str, value: Any, held: Any):
@@ -199,7 +200,6 @@ def test_an_unknown_field_is_named_with_the_nearest(line: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("name", "neutral", "asking"),
     [
-        ("n", [1], 2),
         ("presence_penalty", [0, 0.0], 0.5),
         ("frequency_penalty", [0, 0.0], -1),
         ("repetition_penalty", [1, 1.0], 1.8),
@@ -225,6 +225,18 @@ def test_what_this_version_cannot_do_is_refused_by_name_unless_it_asks_for_nothi
     assert (type, field) == ("unsupported", name) and name in message
     for value in [None, *neutral]:
         assert request({**GOOD, name: value}) == request(GOOD)
+
+
+@pytest.mark.parametrize("n", [2, 256, 1024])
+def test_several_answers_are_drawn_and_never_greedy(n: int):
+    assert request({**GOOD, "n": n, "temperature": 0.1}).params.n == n
+    several = Defaults(SamplingParams(n=n))
+    for item in ({**GOOD, "n": n}, Defaults()), ({**GOOD, "temperature": 1e-6}, several), (GOOD, several):
+        type, message, field = refusal(*item)
+        assert (type, field) == ("invalid_value", "n") and f"n is {n} at temperature 0, wanted" in message
+    (text,) = read(b"a", several, text_lines=True)
+    assert isinstance(text, Completion) and text.error is not None and text.error.field == "n"
+    assert request({**GOOD, "n": 1}, several).params.n == 1
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS.keys() - {"prompt", "metadata"}))

@@ -172,6 +172,19 @@ def test_who_waits_goes_on_where_the_owner_of_its_prefix_was_preempted():
         assert world.answer(i) == alone.answer(i)
 
 
+def test_what_an_aborted_owner_leaves_is_not_for_a_younger_one():
+    """1 was to compute what follows the prefix of 0; 2 waits, still within that prefix; 3 comes later."""
+    world = World(limits(block_size=4, max_batch_tokens=4, max_slots=4, max_seq_len=64))
+    for i, length in enumerate((16, 30, 31)):
+        world.add(i, range(length))
+    world.step()
+    world.engine.abort(1)
+    world.add(3, range(32))
+    world.finish()
+    assert [world.cached(i) for i in (2, 3)] == [16, 28]
+    assert world.rows == 16 + 15 + 4
+
+
 # ---------------------------------------------------------------- eviction, against a model of it
 
 
@@ -281,6 +294,12 @@ shapes = st.lists(
 
 @settings(max_examples=300)
 @given(small, shapes, st.integers(1, 3))
+@example(
+    # A block that one is to copy is evicted in the plan that admits another with the same prompt.
+    lim=limits(max_batch_tokens=1, max_seq_len=20, block_size=1, num_blocks=37),
+    shapes=[([0], 1), ([0], 7), ([1], 5), ([1] + [0] * 7, 8), ([1, 0, 1] + [0] * 5, 3), *[([0], 1), ([0], 3)] * 2],
+    ahead=3,
+)  # fmt: skip
 def test_admissions_are_those_of_a_search_of_all_tables(lim: Limits, shapes, ahead: int):
     """The head of the queue gets a slot if it fits, and only then; where blocks run out, the youngest leave."""
     batcher = Batcher(lim)

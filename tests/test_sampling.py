@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tinyvllm_cli.engine.sampling import request_seed, slot_options
+from tinyvllm_cli.engine.sampling import request_seed, sample_options, sample_seed, slot_options
 from tinyvllm_cli.types import Message, Request, SamplingParams
 
 PLAIN = Request(request_id=0, custom_id="line-1", line=1, has_own_id=False, prompt="Hi")
@@ -31,6 +31,29 @@ def test_seed_is_the_hash_of_run_seed_and_id(run_seed, custom_id, first_bytes):
 @pytest.mark.parametrize("seed", [0, 5, 2**64 - 1])
 def test_a_requests_own_seed_wins(seed):
     assert request_seed(replace(PLAIN, params=SamplingParams(seed=seed)), 3) == seed
+
+
+# The same of these
+@pytest.mark.parametrize(
+    ("seed", "index", "first_bytes"),
+    [
+        (0, 1, "d4feca4dab1c5533"),  # [0,1]
+        (2**64 - 1, 255, "a99db97cf24766b9"),  # [18446744073709551615,255]
+    ],
+)
+def test_the_seed_of_a_sample_is_the_hash_of_seed_and_index(seed, index, first_bytes):
+    assert sample_seed(seed, index) == int.from_bytes(bytes.fromhex(first_bytes), "little")
+
+
+def test_samples_differ_by_their_seeds_alone():
+    options = slot_options(with_id("a"), 3, run_seed=5, eos_token_ids=(2, 7))
+    samples = [sample_options(options, i) for i in range(300)]
+    assert samples[0] == options and len({sample.seed for sample in samples}) == 300
+    assert {replace(sample, seed=0) for sample in samples} == {replace(options, seed=0)}
+
+
+def test_how_many_answers_there_are_changes_no_seed():
+    assert request_seed(replace(PLAIN, params=SamplingParams(n=3)), 0) == request_seed(PLAIN, 0)
 
 
 def test_with_an_id_the_seed_depends_on_nothing_else_of_the_line():

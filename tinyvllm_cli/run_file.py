@@ -40,6 +40,7 @@ class RunOptions:
     dtype: AskedDtype = "auto"
     system: str | None = None
     raw: bool = False
+    n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     stop: tuple[str, ...] = ()
@@ -61,8 +62,8 @@ class RunOptions:
     def settings(self) -> dict[str, Any]:
         """The fields of a line that the command sets. UsageError for a bad one."""
         read_settings({"seed": self.seed}, ())  # only to check it: the run's seed is no field of a line
-        named = {"max_tokens": self.max_tokens, "temperature": self.temperature, "stop": self.stop or None}
-        return read_settings(named, self.set)
+        named = {"n": self.n, "max_tokens": self.max_tokens, "temperature": self.temperature}
+        return read_settings({**named, "stop": self.stop or None}, self.set)
 
     def engine_options(self) -> EngineOptions:
         return EngineOptions(

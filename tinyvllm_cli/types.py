@@ -16,6 +16,7 @@ I32: TypeAlias = npt.NDArray[np.int32]
 F32: TypeAlias = npt.NDArray[np.float32]
 
 DEFAULT_MAX_TOKENS = 512
+MAX_SAMPLES = 1024  # of one request
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 
 
@@ -31,6 +32,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    n: int = 1  # answers to the one prompt, 1..MAX_SAMPLES
     seed: int | None = None  # None: derived from the run's seed and the request (engine/sampling.py)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -213,13 +215,14 @@ class StepOutput:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request under way. Owned and changed by the batcher alone; compared by identity, never by slot."""
+    """An answer under way. Owned and changed by the batcher alone; compared by identity, never by slot."""
 
     request: Request
     token_ids: list[int]  # the prompt, then every token that was read back, which the engine appends
     prompt_len: int
     max_len: int  # prompt_len + the tokens it may make
     options: SlotOptions
+    index: int = 0  # of the request's answers
     slot: int | None = None
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose KV is in place once every enqueued step has run

@@ -52,8 +52,8 @@ def random_requests(
 def file_requests(name: str, *, ids_only: bool) -> list[Request]:
     """The lines of a .jsonl or .txt file as `run` takes them. ids_only: for a model without a tokenizer.
 
-    UsageError where it cannot be read, holds none, or holds text where ids are wanted; TinyvllmError for a line that is
-    no request.
+    UsageError where it cannot be read, holds none, asks for several answers to one prompt, or holds text where ids are
+    wanted; TinyvllmError for a line that is no request.
     """
     source = open_source(name)
     with closing(source.stream):
@@ -64,6 +64,9 @@ def file_requests(name: str, *, ids_only: bool) -> list[Request]:
     if not items:
         raise UsageError(f"{name} holds no requests: there is nothing to measure")
     requests = [item for item in items if isinstance(item, Request)]
+    several = next((request for request in requests if request.params.n > 1), None)
+    if several is not None:
+        raise UsageError(f"{name}, line {several.line}: n is {several.params.n}, wanted 1 where time is measured")
     if ids_only:
         _refuse_text(name, requests)
     return requests

@@ -23,6 +23,7 @@ Examples:
   tinyvllm run questions.txt -m ./my-model -s "Answer in one word." --max-tokens 8
   cat prompts.jsonl | tinyvllm run - -q | jq -r '.choices[0].text'
   tinyvllm run prompts.jsonl -o warm.jsonl --temperature 0.7 --set top_p=0.9 --seed 1
+  tinyvllm run prompts.jsonl -o votes.jsonl -n 8 --temperature 0.7
 """
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from tinyvllm_cli.engine.decoding import Decoding, tokens_left
 from tinyvllm_cli.engine.kv_memory import KVMemory
+from tinyvllm_cli.engine.samples import Samples
 from tinyvllm_cli.types import I32, Batch, Limits, Sequence
 
 
@@ -40,6 +41,10 @@ class Batcher:
     in its slot. It never waits for a younger one: who finds that nobody computes a block any more claims it before
     others are admitted.
 
+    **Samples** of one prompt are sequences of their own. Those that run before it is computed wait in their slots until
+    one of them has computed it; then all draw from its last row and share its blocks. The block that it ends in is
+    copied before the next step, for all but one of them (copy-on-write).
+
     **Refilling** begins when limits.refill_slots slots are free, or fewer than that many sequences wait; it goes on
     until no slot is free or nobody waits. So prompts come in few steps, many at once, and most steps only decode.
     Nobody waits where nothing runs, for then all slots are free; at the end of the queue, or where few arrive, those
@@ -61,6 +66,7 @@ class Batcher:
         self.preemptions = 0
         self._behind: list[Sequence] = []  # in the same order
         self._decoding = Decoding(limits.block_size)
+        self._samples = Samples()
         self._free_slots = list(range(limits.max_slots))[::-1]  # a stack, lowest on top
         self._refilling = False
 
@@ -93,7 +99,8 @@ class Batcher:
         return Plan(admitted, copies, batch, sampled)
 
     def finish(self, sequence: Sequence) -> None:
-        """End a sequence wherever it stands; its tokens still in flight are to be dropped by identity.
+        """End a sequence wherever it stands; its tokens still in flight are to be dropped by identity. Of the sequences
+        of a request, of which none has drawn, the last one ends first.
 
         Slot and blocks are free at once, although steps in flight may still touch them: whoever gets them next is
         bound, and writes, in later calls, which take effect after those steps (the seam's contract, line 4).
@@ -121,8 +128,8 @@ class Batcher:
             assert len(sequence.block_table) <= self.blocks_needed(sequence.max_len), sequence
         assert len({*self.waiting, *self.running}) == len(self.waiting) + len(self.running)
         left = {sequence for sequence in self.running if tokens_left(sequence)}
-        assert {*self._decoding.sequences, *self._behind} == left
-        assert len(self._decoding.sequences) + len(self._behind) == len(left)
+        apart = [*self._decoding.sequences, *self._behind, *self._samples.waiting]
+        assert len(apart) == len(left) and {*apart} == left
         assert self._behind == [sequence for sequence in self.running if sequence in self._behind]
         assert all(map(_decodes, self._decoding.sequences))
         assert all(sequence.num_computed < sequence.num_known for sequence in self._behind)
@@ -130,6 +137,9 @@ class Batcher:
 
     def _grow_decoding(self) -> None:
         """A block for the next row of each that decodes and needs one; where none is left, the youngest leaves."""
+        for sequence in self.memory.forked.copy():
+            while sequence.slot is not None and not self.memory.separate(sequence):
+                self._preempt(self.running[-1])
         decoding = self._decoding
         while lacking := decoding.lacking(self.limits.max_batch_tokens):
             if self.memory.extend([decoding.sequences[place] for place in lacking]):
@@ -146,19 +156,27 @@ class Batcher:
         if not (self._refilling and self.waiting and self._free_slots):
             self._refilling = False
             return admitted
-        promised = self._decoding.promised() + sum(map(self.memory.demand, self._behind))
+        memory = self.memory
+        for sequence in self._behind:
+            memory.prefix.reclaim(sequence)
+        promised = self._decoding.promised() + sum(map(memory.demand, self._behind))
+        promised += sum(map(memory.fork_demand, self._samples.waiting))
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             landed = len(sequence.token_ids) == sequence.num_known
-            if not (landed and self.memory.has_room(sequence, promised)):
+            has_room = memory.has_room_to_fork if self._samples.waits(sequence) else memory.has_room
+            if not (landed and has_room(sequence, promised)):
                 break
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
-            self.memory.begin(sequence)
-            promised += self.memory.demand(sequence)
             self.running.append(sequence)
-            self._behind.append(sequence)
             admitted.append(sequence)
+            if self._samples.join(sequence):
+                promised += memory.fork_demand(sequence)
+                continue
+            memory.begin(sequence)
+            promised += memory.demand(sequence)
+            self._behind.append(sequence)
         self._refilling = bool(self.waiting and self._free_slots)
         return admitted
 
@@ -205,11 +223,13 @@ class Batcher:
         """A running sequence runs no more."""
         assert sequence.slot is not None
         self.running.remove(sequence)
-        if sequence in self._behind:
-            self._behind.remove(sequence)
-        elif tokens_left(sequence):
-            self._decoding.remove(sequence)
-        self.memory.release(sequence)
+        if not self._samples.waits(sequence):
+            if sequence in self._behind:
+                self._behind.remove(sequence)
+            elif tokens_left(sequence):
+                self._decoding.remove(sequence)
+            self.memory.release(sequence)
+        self._samples.leave(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = None
 
@@ -227,13 +247,14 @@ class Batcher:
         for sequence in sampled:  # of all that a step costs, this loop is run most often
             sequence.num_computed += 1
             sequence.num_sampled += 1
-        drawing = []  # which of the chunks
-        for i, (sequence, chunk) in enumerate(chunks):
+        drawn_from = []  # rows of the chunks
+        for (sequence, chunk), end in zip(chunks, ends, strict=True):
             sequence.num_computed += chunk
             if sequence.num_computed == sequence.num_known:
-                sequence.num_sampled += 1
-                sampled.append(sequence)
-                drawing.append(i)
+                for drawing in (sequence, *self._samples.behind(sequence)):
+                    drawing.num_sampled += 1
+                    sampled.append(drawing)
+                    drawn_from.append(end - 1)
 
         widest = int((num_computed + (starts[1:] - starts[:-1])).max())  # tokens
         batch = Batch(
@@ -242,8 +263,8 @@ class Batcher:
             block_tables=self.memory.tables[slots, : self.memory.needed(widest)],
             num_computed=num_computed,
             token_ids=np.full(starts[-1], -1, np.int32),
-            logits_indices=_joined(every[:-1], [ends[i] - 1 for i in drawing]),
-            sample_slots=_joined(slots[:count], [_slot(chunks[i][0]) for i in drawing]),
+            logits_indices=_joined(every[:-1], drawn_from),
+            sample_slots=_joined(slots[:count], [_slot(sequence) for sequence in sampled[count:]]),
         )
         self.memory.written += len(batch.token_ids)
         return batch, sampled
@@ -251,14 +272,18 @@ class Batcher:
     def _regroup(self, count: int, chunks: list[tuple[Sequence, int]]) -> None:
         """The first `count` have decoded and chunks were computed: who decodes from now on, and what may be shared."""
         self._decoding.advance(count)
-        through = set()
+        through = []
         for sequence, _ in chunks:
             self.memory.prefix.enter(sequence)
             if _decodes(sequence) or not tokens_left(sequence):
-                through.add(sequence)
+                through.append(sequence)
+                for other in self._samples.drew(sequence):
+                    self.memory.fork(other, sequence)
+                    through.append(other)
         if through:
-            self._behind = [sequence for sequence in self._behind if sequence not in through]
-            self._decoding.add([sequence for sequence, _ in chunks if sequence in through and tokens_left(sequence)])
+            gone = set(through)
+            self._behind = [sequence for sequence in self._behind if sequence not in gone]
+            self._decoding.add([sequence for sequence in through if tokens_left(sequence)])
 
 
 def _joined(first: I32, then: list[int]) -> I32:

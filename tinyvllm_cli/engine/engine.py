@@ -6,11 +6,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tinyvllm_cli.engine.batcher import Batcher
-from tinyvllm_cli.engine.sampling import slot_options
+from tinyvllm_cli.engine.sampling import sample_options, slot_options
 from tinyvllm_cli.engine.stats import EngineStats, Timeline
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.types import Choice, Completion, Delta, Event, Failure, Request, Sequence, Usage
@@ -30,18 +30,21 @@ class _End:
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """A request that is queued or running: its tokens, its text, its times."""
+    """A request that is queued or running: the tokens and the text of each of its answers, its times."""
 
-    sequence: Sequence
-    answer: Answer
+    request: Request
+    sequences: list[Sequence]
+    answers: list[Answer]
     times: Timeline
-    ends: frozenset[int]  # ids that end the answer
+    ends: frozenset[int]  # ids that end an answer
+    choices: list[Choice] = field(default_factory=list)  # answers that have ended, in the order of their ends
 
 
 class Engine:
     """Answers requests in fixed slots. Every loop (a run, a chat) is add() and step() until idle.
 
-    One bad request never stops the others: its completion carries the error. What the backend raises is no request's
+    One bad request never stops the others: its completion carries the error, also where only one of its answers went
+    wrong. What the backend raises is no request's
     fault and leaves step(); the engine is of no use afterwards but for fail_running().
     """
 
@@ -92,16 +95,17 @@ class Engine:
             self._done.append(_failed(request, _failure(error)))
             return
         if request.params.max_tokens == 0:
-            self._done.append(_answered(live, ()))
-        else:
-            self._live[request.request_id] = live
-            self._batcher.add(live.sequence)
+            self._done.append(_answered(live))
+            return
+        self._live[request.request_id] = live
+        for sequence in live.sequences:
+            self._batcher.add(sequence)
 
     def abort(self, request_id: int) -> None:
         """Forget a request, wherever it stands, without a Completion; one that is unknown or told is no error."""
         live = self._live.pop(request_id, None)
         if live is not None:
-            self._batcher.finish(live.sequence)
+            self._finish(live)
         self._done = [completion for completion in self._done if completion.request_id != request_id]
 
     def step(self) -> list[Event]:
@@ -125,15 +129,19 @@ class Engine:
         self._in_flight.clear()
         failure = Failure("internal", message)
         preempted = [sequence for sequence in self._batcher.waiting if sequence.num_preempted]
-        begun = [self._live[sequence.request.request_id] for sequence in (*self._batcher.running, *preempted)]
-        return [self._close(live, _failed(live.sequence.request, failure)) for live in begun]
+        begun = dict.fromkeys(sequence.request.request_id for sequence in (*self._batcher.running, *preempted))
+        return [self._close(_failed(self._live[request_id].request, failure)) for request_id in begun]
 
     def check(self) -> None:
         """Assert the invariants of engine and batcher."""
         self._batcher.check()
-        under_way = {sequence.request.request_id: sequence for sequence in self._batcher.running}
-        under_way |= {sequence.request.request_id: sequence for sequence in self._batcher.waiting}
-        assert under_way == {request_id: live.sequence for request_id, live in self._live.items()}
+        under_way = {*self._batcher.running, *self._batcher.waiting}
+        assert under_way == {s for live in self._live.values() for s in live.sequences if not s.finished}
+        for request_id, live in self._live.items():
+            assert live.request.request_id == request_id
+            assert [s.index for s in live.sequences] == list(range(live.request.params.n))
+            assert {s.index for s in live.sequences if s.finished} == {choice.index for choice in live.choices}
+            assert len(live.choices) < len(live.sequences)
         assert len(self._in_flight) < max(self._limits.max_in_flight, 1)
 
     def _accept(self, request: Request) -> _Live:
@@ -157,11 +165,16 @@ class Engine:
                 f"blocks of {self._limits.block_size} tokens, and memory holds {held}: shorten it or lower max_tokens",
                 field,
             )
-        options = slot_options(request, prompt_len, run_seed=self._run_seed, eos_token_ids=self._eos_token_ids)
-        sequence = Sequence(request, prompt_ids, prompt_len, max_len, options)
+        first = slot_options(request, prompt_len, run_seed=self._run_seed, eos_token_ids=self._eos_token_ids)
+        options = [sample_options(first, index) for index in range(request.params.n)]
+        sequences = [
+            Sequence(request, prompt_ids.copy(), prompt_len, max_len, options[index], index)
+            for index in range(request.params.n)
+        ]
         params = request.params
         ends = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)))
-        return _Live(sequence, self._codec.answer(request, prompt_ids), Timeline(self._clock()), ends)
+        answers = [self._codec.answer(request, prompt_ids) for _ in sequences]
+        return _Live(request, sequences, answers, Timeline(self._clock()), ends)
 
     def _enqueue(self) -> bool:
         """Hand the next step to the backend, if there is anything to compute."""
@@ -189,7 +202,7 @@ class Engine:
                 continue
             request, live, end = sequence.request, self._live[sequence.request.request_id], None
             if token_id < 0:
-                events.append(self._close(live, _failed(request, _no_token(token_id, sequence.num_output))))
+                events.append(self._close(_failed(request, _no_token(token_id, sequence.num_output))))
                 continue
             sequence.token_ids.append(token_id)
             self.stats.completion_tokens += 1
@@ -197,27 +210,31 @@ class Engine:
                 live.times.first_token = now
                 self.stats.prompt_tokens += sequence.prompt_len
                 self.stats.cached_tokens += sequence.num_cached
+            answer = live.answers[sequence.index]
             try:
                 done = token_id in live.ends
-                text = "" if done else live.answer.push(token_id)
-                if done or live.answer.stopped_by is not None or len(sequence.token_ids) == sequence.max_len:
-                    rest, end = self._end(live, token_id)
+                text = "" if done else answer.push(token_id)
+                if done or answer.stopped_by is not None or len(sequence.token_ids) == sequence.max_len:
+                    rest, end = self._end(live, answer, token_id)
                     text += rest
             except Exception as error:
-                events.append(self._close(live, _failed(request, _failure(error))))
+                events.append(self._close(_failed(request, _failure(error))))
                 continue
-            events.append(Delta(request.request_id, 0, (token_id,), text))
+            events.append(Delta(request.request_id, sequence.index, (token_id,), text))
             if end is not None:
-                live.times.last_token = now
-                events.append(self._close(live, _answered(live, (_choice(live, end),))))
+                self._batcher.finish(sequence)
+                live.choices.append(_choice(sequence, answer, end))
+                if len(live.choices) == len(live.sequences):
+                    live.times.last_token = now
+                    events.append(self._close(_answered(live)))
         return events
 
-    def _end(self, live: _Live, token_id: int) -> tuple[str, _End]:
+    def _end(self, live: _Live, answer: Answer, token_id: int) -> tuple[str, _End]:
         """The text that an answer still gets whose last token this is, and how it ends.
 
         A token that is both an EOS id and one of stop_token_ids counts as the latter: the request asked for it by name.
         """
-        answer, params = live.answer, live.sequence.request.params
+        params = live.request.params
         is_stop, text = token_id in params.stop_token_ids, ""
         if is_stop and params.include_stop_str_in_output:
             text = answer.push(token_id)
@@ -227,34 +244,41 @@ class Engine:
         # A stop string may also turn up in what was held back; where there is one, the text ends there.
         return text, end if answer.stopped_by is None else _End("stop", answer.stopped_by)
 
-    def _close(self, live: _Live, completion: Completion) -> Completion:
-        del self._live[completion.request_id]
-        self._batcher.finish(live.sequence)
+    def _close(self, completion: Completion) -> Completion:
+        self._finish(self._live.pop(completion.request_id))
         return completion
 
+    def _finish(self, live: _Live) -> None:
+        """End what is under way of a request."""
+        for sequence in reversed(live.sequences):
+            if not sequence.finished:
+                self._batcher.finish(sequence)
 
-def _choice(live: _Live, end: _End) -> Choice:
-    """The answer as it stands at its end."""
-    sequence = live.sequence
+
+def _choice(sequence: Sequence, answer: Answer, end: _End) -> Choice:
+    """An answer as it stands at its end."""
     return Choice(
-        index=0,
-        text=live.answer.text,
+        index=sequence.index,
+        text=answer.text,
         token_ids=tuple(sequence.token_ids[sequence.prompt_len :]),
         finish_reason=end.finish_reason,
         stop_reason=end.stop_reason,
-        reasoning=live.answer.reasoning,
+        reasoning=answer.reasoning,
     )
 
 
-def _answered(live: _Live, choices: tuple[Choice, ...]) -> Completion:
-    request, made = live.sequence.request, live.sequence.num_output
+def _answered(live: _Live) -> Completion:
+    """A request all of whose answers have ended, or that asks for none. Its prompt counts once, as does what was found
+    of it: by the first answer, before which no other one begins."""
+    request, first = live.request, live.sequences[0]
+    made = sum(sequence.num_output for sequence in live.sequences)
     return Completion(
         request_id=request.request_id,
         custom_id=request.custom_id,
         line=request.line,
-        choices=choices,
-        usage=Usage(live.sequence.prompt_len, made),
-        stats=live.times.stats(made, live.sequence.num_cached),
+        choices=tuple(sorted(live.choices, key=lambda choice: choice.index)),
+        usage=Usage(first.prompt_len, made),
+        stats=live.times.stats(made, first.num_cached),
         metadata_json=request.metadata_json,
     )
 

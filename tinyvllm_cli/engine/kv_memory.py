@@ -24,6 +24,7 @@ class KVMemory:
         # The block table of every slot, kept as an array so that a step gathers rows instead of converting lists.
         self.tables = np.zeros((limits.max_slots, ceil_div(limits.max_seq_len, limits.block_size)), np.int32)
         self.copies: list[tuple[int, int]] = []  # (source, target), before the next step
+        self.forked: list[Sequence] = []  # that others share a block with in which they are to write on
         self.capacity = 0  # positions in all block tables
         self.written = 0  # of them, once every enqueued step has run
 
@@ -36,6 +37,10 @@ class KVMemory:
         wanted = min(self.needed(sequence.num_known) + 1, self.needed(sequence.max_len - 1))
         return wanted - len(sequence.block_table)
 
+    def fork_demand(self, sequence: Sequence) -> int:
+        """The same of one that waits for another to compute its prompt, whose full blocks it gets from that one."""
+        return self.demand(sequence) - sequence.prompt_len // self.block_size
+
     def has_room(self, sequence: Sequence, reserved: int) -> bool:
         """Whether a sequence that does not run fits beside those that do, to which `reserved` blocks are promised."""
         missing = self.demand(sequence) + reserved - self.pool.num_available
@@ -44,9 +49,12 @@ class KVMemory:
         found = self.prefix.found(sequence)[: (sequence.num_known - 1) // self.block_size]
         return missing <= sum(self.pool.owners(block) > 0 for block in found)
 
+    def has_room_to_fork(self, sequence: Sequence, reserved: int) -> bool:
+        """The same of one whose prompt another that runs is about to compute."""
+        return self.fork_demand(sequence) + reserved <= self.pool.num_available
+
     def begin(self, sequence: Sequence) -> None:
         """A sequence got its slot."""
-        self.tables[sequence.slot] = 0
         self.prefix.begin(sequence)
         self.adopt(sequence)
 
@@ -103,10 +111,42 @@ class KVMemory:
         sequence.num_computed += self.block_size - 1
         self._count_found(sequence, self.block_size - 1)
 
+    def fork(self, sequence: Sequence, other: Sequence) -> None:
+        """A sequence that has nothing gets all that another has computed, the block that is begun too."""
+        blocks = other.block_table[: self.needed(other.num_computed)]
+        for block in blocks:
+            self.pool.share(block)
+        self._append(sequence, blocks)
+        self.prefix.begin(sequence)
+        sequence.num_computed = other.num_computed
+        self.written += sequence.num_computed
+        self.prefix.enter(sequence)
+        if sequence.num_computed % self.block_size and sequence.num_known < sequence.max_len:
+            self.forked.append(sequence)
+
+    def separate(self, sequence: Sequence) -> bool:
+        """A block of its own for one that was forked, to write on in it: whether there was one. The last of those that
+        share the block keeps it, the others get copies."""
+        shared = sequence.block_table[-1]
+        if self.pool.owners(shared) > 1:
+            place = len(sequence.block_table) - 1
+            blocks = self.pool.allocate(1, room=self.needed(sequence.max_len - 1) - place)
+            if blocks is None:
+                return False
+            self.copies.append((shared, blocks[0]))
+            self.pool.free([shared])
+            sequence.block_table[place] = self.tables[sequence.slot, place] = blocks[0]
+        self.forked.remove(sequence)
+        return True
+
     def release(self, sequence: Sequence) -> None:
         """A sequence leaves. What it computed stays cached; the end of it is evicted before its begin."""
         self.prefix.enter(sequence)
         self.prefix.release(sequence)
+        if sequence in self.forked:
+            self.forked.remove(sequence)
+        self.tables[sequence.slot] = 0
+        self.copies = [copy for copy in self.copies if copy[1] not in sequence.block_table]
         self.capacity -= len(sequence.block_table) * self.block_size
         self.written -= sequence.num_computed
         self.pool.free(reversed(sequence.block_table))
@@ -116,12 +156,15 @@ class KVMemory:
         """Assert that blocks, tables and counts are those of the sequences that run, in the order of admission."""
         self.pool.check(Counter(block for sequence in running for block in sequence.block_table))
         self.prefix.check(running)
+        assert set(self.forked) <= set(running) and not self.copies
+        to_copy = {sequence.block_table[-1] for sequence in self.forked}
         for sequence in running:
             held, table = sequence.block_table, self.tables[sequence.slot]
             assert table[: len(held)].tolist() == held and not table[len(held) :].any(), sequence
             assert sequence.num_computed <= len(held) * self.block_size, sequence
-            begun = held[sequence.num_computed // self.block_size :]
-            assert all(self.pool.owners(block) == 1 for block in begun), sequence
+            if sequence.num_known < sequence.max_len:  # it writes on, if not in a block that it is to get a copy of
+                begun = set(held[sequence.num_computed // self.block_size :]) - to_copy
+                assert all(self.pool.owners(block) == 1 for block in begun), sequence
         assert self.capacity == sum(len(sequence.block_table) for sequence in running) * self.block_size
         assert self.written == sum(sequence.num_computed for sequence in running)
 

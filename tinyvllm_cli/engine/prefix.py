@@ -80,11 +80,17 @@ class PrefixCache:
         if offset or place >= len(chain.nodes):
             return None
         if chain.nodes[place].lost:
-            full = len(chain.nodes)
-            self._withdraw(sequence, chain.nodes[place:])  # they follow what is lost
-            del chain.nodes[place:]
-            self._extend(chain, sequence, full)
+            self._renew(chain, sequence, place)
         return chain.nodes[place]
+
+    def reclaim(self, sequence: Sequence) -> None:
+        """What is lost of a sequence's full blocks is for it to compute, also where it has not come so far; else one
+        that is admitted now might claim it first, and it would have to wait for a younger one."""
+        chain = self._chains[sequence]
+        for place in range(chain.entered, len(chain.nodes)):
+            if chain.nodes[place].lost:
+                self._renew(chain, sequence, place)
+                return
 
     def enter(self, sequence: Sequence) -> None:
         """Those of its full blocks that are computed, and whose tokens are known, may be found from now on."""
@@ -139,6 +145,13 @@ class PrefixCache:
                 self._nodes.setdefault(node.key, node)
             nodes.append(node)
             parent = node
+
+    def _renew(self, chain: _Chain, sequence: Sequence, place: int) -> None:
+        """Other nodes for those from `place` on, which is lost: they follow it."""
+        full = len(chain.nodes)
+        self._withdraw(sequence, chain.nodes[place:])
+        del chain.nodes[place:]
+        self._extend(chain, sequence, full)
 
     def _withdraw(self, sequence: Sequence, nodes: list[Node]) -> None:
         """It is not going to compute them."""

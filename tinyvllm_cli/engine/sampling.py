@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from tinyvllm_cli.types import Request, SamplingParams, SlotOptions
@@ -42,9 +42,18 @@ def request_seed(request: Request, run_seed: int) -> int:
     """
     if request.params.seed is not None:
         return request.params.seed
-    identity = request.custom_id if request.has_own_id else canonical_request(request)
-    digest = hashlib.blake2b(canonical_json([run_seed, identity])).digest()
-    return int.from_bytes(digest[:8], "little")
+    return _hashed([run_seed, request.custom_id if request.has_own_id else canonical_request(request)])
+
+
+def sample_options(options: SlotOptions, index: int) -> SlotOptions:
+    """Those of answer number `index` of a request, of which the first has `options`."""
+    return options if index == 0 else replace(options, seed=sample_seed(options.seed, index))
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Of answer number `index`, whatever the number of answers: the request's own for the first, for the others the
+    hash of request_seed over [seed, index]."""
+    return seed if index == 0 else _hashed([seed, index])
 
 
 def canonical_json(value: Any) -> bytes:
@@ -54,12 +63,12 @@ def canonical_json(value: Any) -> bytes:
 
 
 def canonical_request(request: Request) -> dict[str, Any]:
-    """What determines the answer to a request. Params at their defaults are left out, so that a parameter that joins
-    later does not change the seeds of requests without it."""
+    """What determines an answer to a request: not how many there are. Params at their defaults are left out, so that a
+    parameter that joins later does not change the seeds of requests without it."""
     params = {
         field.name: value
         for field in fields(SamplingParams)
-        if (value := getattr(request.params, field.name)) != field.default
+        if (value := getattr(request.params, field.name)) != field.default and field.name != "n"
     }
     return {
         "prompt": request.prompt,
@@ -70,3 +79,8 @@ def canonical_request(request: Request) -> dict[str, Any]:
         "continue_final_message": request.continue_final_message,
         "params": params,
     }
+
+
+def _hashed(value: Any) -> int:
+    digest = hashlib.blake2b(canonical_json(value)).digest()
+    return int.from_bytes(digest[:8], "little")

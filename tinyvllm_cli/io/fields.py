@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tinyvllm_cli.errors import RequestError
-from tinyvllm_cli.types import SamplingParams
+from tinyvllm_cli.types import GREEDY_BELOW, MAX_SAMPLES, SamplingParams
 
 SEED_LIMIT = 2**64
 SHOWN_CHARS = 60  # of a value in a message
@@ -72,6 +72,7 @@ FIELDS: dict[str, Field] = {
     "top_p": _field(Annotated[float, Meta(gt=0, le=1)], "a number above 0 and at most 1"),
     "top_k": _field(_COUNT, "an integer >= 0 (0: no limit)"),
     "min_p": _field(Annotated[float, Meta(ge=0, le=1)], "a number from 0 to 1"),
+    "n": _field(Annotated[int, Meta(ge=1, le=MAX_SAMPLES)], f"an integer from 1 to {MAX_SAMPLES}"),
     "seed": Field(_seed, "an integer from 0 to 2^64 - 1"),
     "stop": Field(_stop, "a text or a list of texts, none of them empty"),
     "stop_token_ids": _field(tuple[int, ...], "a list of token ids"),
@@ -80,7 +81,6 @@ FIELDS: dict[str, Field] = {
     "ignore_eos": _field(bool, "true or false"),
     "logit_bias": Field(_logit_bias, "an object of token ids with numbers from -100 to 100"),
     # known, but not in this version
-    "n": _field(Annotated[int, Meta(ge=1)], "an integer >= 1", (1,)),
     "presence_penalty": _field(_PENALTY, "a number from -2 to 2", (0,)),
     "frequency_penalty": _field(_PENALTY, "a number from -2 to 2", (0,)),
     "repetition_penalty": _field(Annotated[float, Meta(gt=0)], "a number above 0", (1,)),
@@ -108,6 +108,12 @@ def shown(value: Any) -> str:
 def invalid(name: str, found: str, wanted: str) -> RequestError:
     """The one sentence of every wrong value."""
     return RequestError("invalid_value", f"{name} is {found}, wanted {wanted}", name)
+
+
+def refuse_equal_answers(params: SamplingParams) -> None:
+    """RequestError where several answers are wanted and all would be the same."""
+    if params.n > 1 and params.temperature < GREEDY_BELOW:
+        raise invalid("n", f"{params.n} at temperature 0", "a temperature for answers that differ, or 1")
 
 
 # What other tools call a field.

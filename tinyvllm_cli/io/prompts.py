@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TypeAlias
 import msgspec
 
 from tinyvllm_cli.errors import RequestError
-from tinyvllm_cli.io.fields import ANSWER_FIELDS, invalid, read_field, read_fields, shown
+from tinyvllm_cli.io.fields import ANSWER_FIELDS, invalid, read_field, read_fields, refuse_equal_answers, shown
 from tinyvllm_cli.io.messages import read_messages
 from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys, too_deep
 from tinyvllm_cli.types import Completion, Failure, Request, SamplingParams
@@ -132,6 +132,7 @@ def read_requests(
 
 def _text_item(line: Line, blank: Request) -> Item:
     try:
+        refuse_equal_answers(blank.params)
         return dataclasses.replace(blank, prompt=_decode(line.text))
     except RequestError as error:
         return _refused(line, blank.custom_id, Failure(error.type, error.message, error.field))
@@ -172,6 +173,7 @@ def _request(values: dict[str, Any], blank: Request) -> Request:
         name: values[name] for name in ("raw", "chat_template_kwargs", "continue_final_message") if name in values
     }
     request = dataclasses.replace(blank, params=dataclasses.replace(blank.params, **answer), **others)
+    refuse_equal_answers(request.params)
     prompt: dict[str, Any] = {kinds[0]: values[kinds[0]]}
     if "messages" in values:
         prompt = {"messages": read_messages(values["messages"])}

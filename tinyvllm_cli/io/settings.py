@@ -40,7 +40,7 @@ def _read_option(name: str, value: Any) -> Any:
     try:
         return read_field(name, json.dumps(value).encode())
     except RequestError as error:
-        option = f"--{name.replace('_', '-')}"
+        option = f"--{name.replace('_', '-')}" if len(name) > 1 else f"-{name}"
         raise UsageError(option + error.message.removeprefix(name)) from None
 
 
