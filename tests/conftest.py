@@ -6,7 +6,7 @@ TINYVLLM_NO_MODEL_TESTS=1 deselects `model`; TINYVLLM_TEST_CUDA12=1 selects `cud
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,3 +130,25 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with random weights; nobody changes it."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark starts no processes of its own."""
+    from tinyvllm_cli.bench import bench
+    from tinyvllm_cli.bench.start import StartTimes
+
+    monkeypatch.setattr(bench, "time_start", lambda *arguments: StartTimes(2.5, 1.25))
+
+
+@pytest.fixture
+def said(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, standard output and standard error of a command."""
+    from command import run_here
+
+    def call(*args: str | Path) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = run_here(*args)
+        return code, *capfd.readouterr()
+
+    return call

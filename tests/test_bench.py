@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable
 from contextlib import closing, nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +21,6 @@ from tinyvllm_cli.bench.figures import median_trial
 from tinyvllm_cli.bench.measure import Measured, measure
 from tinyvllm_cli.bench.meter import Meter
 from tinyvllm_cli.bench.runner import run_trial
-from tinyvllm_cli.bench.start import StartTimes
 from tinyvllm_cli.bench.table import HEAD, about, print_result, table_rows
 from tinyvllm_cli.bench.workloads import random_requests
 from tinyvllm_cli.config import EngineOptions
@@ -33,24 +31,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 LINES = [{"custom_id": i, "prompt": "Count! " * (1 + i % 3), "max_tokens": 3 + 4 * (i % 3)} for i in range(7)]
 CPU = ("--backend", "cpu", "--threads", "1")
-
-
-@pytest.fixture
-def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes of their own are started."""
-    monkeypatch.setattr(bench, "time_start", lambda *arguments: StartTimes(2.5, 1.25))
-
-
-@pytest.fixture
-def said(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Exit code, standard output and standard error of a command."""
-
-    def call(*args: str | Path) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = run_here(*args)
-        return code, *capfd.readouterr()
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -40,11 +40,6 @@ def small_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinyvllm_cli.model.random_weights.PRESETS", {"smollm2-135m": preset})
 
 
-@pytest.fixture
-def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "time_start", lambda *arguments: bench.StartTimes(2.5, 1.25))
-
-
 @pytest.mark.usefixtures("small_preset")
 def test_random_weights_are_measured_and_written_as_a_model(tmp_path: Path, capfd: Any):
     folder, out = tmp_path / "model", tmp_path / "out.json"

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from command import TINYVLLM, run_here, strict_json, write_lines
 
 from tinyvllm_cli.backends.cpu.backend import CpuBackend, Done
 from tinyvllm_cli.bench import bench, subject
-from tinyvllm_cli.bench.start import StartTimes
 from tinyvllm_cli.cli.signals import Interrupted
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.types import Batch
@@ -24,24 +22,6 @@ from tinyvllm_cli.types import Batch
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 CPU = ("--backend", "cpu", "--threads", "1")
-
-
-@pytest.fixture
-def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes of their own are started."""
-    monkeypatch.setattr(bench, "time_start", lambda *arguments: StartTimes(2.5, 1.25))
-
-
-@pytest.fixture
-def said(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Exit code, standard output and standard error of a command."""
-
-    def call(*args: str | Path) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = run_here(*args)
-        return code, *capfd.readouterr()
-
-    return call
 
 
 def refused(*args: str | Path, said, code: int = 2) -> str:

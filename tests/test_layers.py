@@ -40,6 +40,7 @@ ALLOWED = {
             "io",
             "job",
             "load",
+            "machine_options",
             "model",
             "random_folder",
         ),

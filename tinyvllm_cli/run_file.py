@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm_cli.backends.choose import BackendName
-from tinyvllm_cli.config import GPU_MEMORY, AskedDtype, EngineOptions
 from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, DeviceError, OutputClosedError, TinyvllmError, UsageError
 from tinyvllm_cli.io.feed import Feed, FileFeed, PipeFeed
 from tinyvllm_cli.io.progress import Display, make_display
@@ -24,6 +22,7 @@ from tinyvllm_cli.io.settings import line_defaults, read_settings, read_system
 from tinyvllm_cli.io.source import Source, open_source
 from tinyvllm_cli.io.summary import Progress
 from tinyvllm_cli.job import Hold, Job
+from tinyvllm_cli.machine_options import MachineOptions
 from tinyvllm_cli.run_facts import answers_line, model_facts, model_line, prompts_line, run_facts
 
 if TYPE_CHECKING:
@@ -31,13 +30,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
+class RunOptions(MachineOptions):
     """The options of `run` by their names; None: not given."""
 
     input: str
     model: str
     revision: str | None = None
-    dtype: AskedDtype = "auto"
     system: str | None = None
     raw: bool = False
     n: int | None = None
@@ -52,29 +50,12 @@ class RunOptions:
     limit: int | None = None
     record: str | None = None
     quiet: bool = False
-    backend: BackendName = "auto"
-    gpu_memory: float | int = GPU_MEMORY
-    slots: int | None = None
-    max_model_len: int | None = None
-    no_prefix_cache: bool = False
-    threads: int | None = None
 
     def settings(self) -> dict[str, Any]:
         """The fields of a line that the command sets. UsageError for a bad one."""
         read_settings({"seed": self.seed}, ())  # only to check it: the run's seed is no field of a line
         named = {"n": self.n, "max_tokens": self.max_tokens, "temperature": self.temperature}
         return read_settings({**named, "stop": self.stop or None}, self.set)
-
-    def engine_options(self) -> EngineOptions:
-        return EngineOptions(
-            slots=self.slots,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            threads=self.threads,
-            gpu_memory=self.gpu_memory,
-            prefix_cache=not self.no_prefix_cache,
-            seed=self.seed,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +167,7 @@ def _load(run: _Checked, system: str | None) -> LoadedModel:
         options.model,
         revision=options.revision,
         backend=options.backend,
-        config=options.engine_options(),
+        config=options.engine_options(seed=options.seed),
         system=system,
         report=report,
         progress=not options.quiet,

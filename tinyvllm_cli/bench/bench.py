@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tinyvllm_cli import __version__
-from tinyvllm_cli.backends.choose import BackendName
 from tinyvllm_cli.bench.display import Display
 from tinyvllm_cli.bench.figures import median_trial, result_figures
 from tinyvllm_cli.bench.measure import Measured, measure
@@ -24,9 +23,9 @@ from tinyvllm_cli.bench.subject import Subject, model_option, open_model, open_r
 from tinyvllm_cli.bench.table import print_result, subject_line
 from tinyvllm_cli.bench.trace import trace
 from tinyvllm_cli.bench.workloads import NAMED, check_workload, file_requests, named_requests
-from tinyvllm_cli.config import GPU_MEMORY, AskedDtype, EngineOptions
 from tinyvllm_cli.errors import TinyvllmError, UsageError
 from tinyvllm_cli.io.said import warn
+from tinyvllm_cli.machine_options import MachineOptions
 from tinyvllm_cli.run_facts import machine_facts
 from tinyvllm_cli.types import Request
 
@@ -36,7 +35,7 @@ FORM = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(MachineOptions):
     """The options of `bench` by their names; None: not given."""
 
     workload: str
@@ -45,25 +44,8 @@ class BenchOptions:
     random_weights: str | None = None
     write: str | None = None
     revision: str | None = None
-    dtype: AskedDtype = "auto"
     json: str | None = None
     trace: str | None = None
-    backend: BackendName = "auto"
-    gpu_memory: float | int = GPU_MEMORY
-    slots: int | None = None
-    max_model_len: int | None = None
-    no_prefix_cache: bool = False
-    threads: int | None = None
-
-    def engine_options(self) -> EngineOptions:
-        return EngineOptions(
-            slots=self.slots,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            threads=self.threads,
-            gpu_memory=self.gpu_memory,
-            prefix_cache=not self.no_prefix_cache,
-        )
 
     def run_options(self) -> list[str]:
         """The same for `run`, on its command line."""
