@@ -1,7 +1,7 @@
 """Attention alone on a GPU: microseconds a layer, bytes and operations a second, for decode and prefill steps.
 
     python benchmarks/gpu_attention.py
-    python benchmarks/gpu_attention.py --model llama-3.1-8b
+    python benchmarks/gpu_attention.py --model llama-3.1-8b --kv-dtype fp8
 
 K and V are random numbers, in as many blocks for each layer as the step has; all layers one after another, captured
 into a graph as in a step, so that they come from memory and launches take no time. Operations of a causal prompt are
@@ -19,6 +19,7 @@ from gpu_timeline import equal_rows, kernel_works
 
 from tinyvllm_cli.backends.gpu import ops
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
+from tinyvllm_cli.backends.gpu.device import elem_dtype
 from tinyvllm_cli.backends.gpu.random_weights import fill_matrix
 from tinyvllm_cli.backends.gpu.timing import GpuTiming
 from tinyvllm_cli.bench.subject import open_random
@@ -31,6 +32,7 @@ STEPS = (  # sequences, rows of each, tokens before them
     (1, 1, 800),
     (256, 1, 400),
     (256, 1, 1023),
+    (256, 1, 2047),
     (64, 128, 0),
     (16, 512, 0),
     (8, 2048, 0),
@@ -67,7 +69,7 @@ def line(backend: GpuBackend, timing: GpuTiming, step: tuple[int, int, int]) -> 
     count, rows_each, before = step
     config, slots = backend._config, np.arange(count, dtype=np.int32)
     batch = equal_rows(slots, rows_each, before, config.vocab_size, room=rows_each + before)
-    work = kernel_works(config, batch)["attend_decode"]
+    work = kernel_works(config, batch, backend.facts.kv_bytes_per_token)["attend_decode"]
     layer = np.array(seconds(backend, timing, batch)) / config.num_layers
     what = f"{count} x {rows_each} after {before}" if before else f"{count} prompts of {rows_each:,}"
     spread = f"{1e6 * np.median(layer):.1f} ({1e6 * layer.min():.1f} - {1e6 * layer.max():.1f})"
@@ -78,19 +80,22 @@ def line(backend: GpuBackend, timing: GpuTiming, step: tuple[int, int, int]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.2-1b")
+    parser.add_argument("--kv-dtype", choices=["auto", "fp8"], default="auto")
     options = parser.parse_args()
-    engine = EngineOptions(slots=256, max_model_len=TOKENS + 16, max_batch_tokens=TOKENS)
+    engine = EngineOptions(slots=256, max_model_len=TOKENS + 16, max_batch_tokens=TOKENS, kv_dtype=options.kv_dtype)
     with closing(open_random(options.model, backend="gpu", options=engine, write=None)) as subject:
         backend = subject.backend
         assert isinstance(backend, GpuBackend)
         timing = GpuTiming(backend)
         device, blocks = backend._device, backend._cache.blocks
-        fill_matrix(device, blocks.reshape(len(blocks), -1), 0, 0)
+        numbers = blocks.view(elem_dtype(backend.facts.dtype))  # any bytes are codes, and time depends on none
+        fill_matrix(device, numbers.reshape(len(numbers), -1), 0, 0)
         fill_matrix(device, device.buffers.q.reshape(len(device.buffers.q), -1), 0, 1)
         for slot in range(backend.limits.max_slots):
             backend.bind(slot, [1], SlotOptions())
         read = timing.rates().read
-        print(f"{subject.name}, {backend.facts.dtype}, {backend.facts.device}: {dict(backend.facts.details)}")
+        facts = backend.facts
+        print(f"{subject.name}, {facts.dtype}, KV {options.kv_dtype}, {facts.device}: {dict(facts.details)}")
         print(f"reads {read / 1e12:.2f} TB/s\n\n| rows | us a layer | TB/s | TFLOP/s |\n| --- | --- | --- | --- |")
         for step in STEPS:
             print(line(backend, timing, step), flush=True)

@@ -109,18 +109,20 @@ class TimedBlas:
         return getattr(self._blas, name)
 
 
-def kernel_works(c: ModelConfig, batch: Batch) -> dict[str, Work]:
-    """Of one launch of each kernel that has much to do. K and V count once, whatever reads them again."""
+def kernel_works(c: ModelConfig, batch: Batch, token_bytes: float) -> dict[str, Work]:
+    """Of one launch of each kernel that has much to do. K and V, of token_bytes a token over all layers, count once,
+    whatever reads them again.
+    """
     elem, f32 = 2, 4
     rows, sampled = len(batch.token_ids), len(batch.logits_indices)
     new, before = np.diff(batch.query_start_loc).astype(float), batch.num_computed.astype(float)
     keys, pairs = float((before + new).sum()), float((new * before + new * (new + 1) / 2).sum())
-    kv_row, q_row = 2 * c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim
-    attention = Work(elem * (keys * kv_row + 2 * rows * q_row), 4 * pairs * q_row)
+    kv_row, q_row, kv_bytes = 2 * c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim, token_bytes / c.num_layers
+    attention = Work(keys * kv_bytes + 2 * elem * rows * q_row, 4 * pairs * q_row)
     return {
         "embed": Work(rows * c.hidden_size * (elem + f32)),
         "rms_norm": Work(rows * c.hidden_size * (f32 + elem)),
-        "rope_write": Work(2 * elem * rows * (q_row + kv_row)),
+        "rope_write": Work(rows * (elem * (2 * q_row + kv_row) + kv_bytes)),
         "attend_decode": attention,
         "attend_prefill": attention,
         "silu_mul": Work(3 * elem * rows * c.intermediate_size),
@@ -170,7 +172,7 @@ def time_kernels(backend: GpuBackend, timing: GpuTiming, batch: Batch) -> Shares
     """A step kernel by kernel: of each name the round in the middle by its time."""
     device, rounds = backend._device, []
     weight, buffers = backend._parameters.layers[0].gate_up.data, device.buffers
-    works = kernel_works(backend._config, batch)
+    works = kernel_works(backend._config, batch, backend.facts.kv_bytes_per_token)
     for _ in range(1 + STEPS):
         timing.restart()
         recorder = Recorder(timing, works)

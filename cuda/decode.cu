@@ -21,11 +21,22 @@ namespace {
 
 constexpr int DECODE_WARPS = 4;  // a tile of a partial each
 static_assert(DECODE_WARPS == PARTIAL_KEYS / TILE_KEYS, "a warp to each tile");
+#ifdef KV_FP8
+typedef CodeTile<DECODE_WARPS> Tile;
+#else
+typedef WideTile<DECODE_WARPS> Tile;
+#endif
 // Tiles of K or V that are in shared memory at once.
-constexpr int TILES_AT_ONCE = HEAD_DIM > 128 ? 2 : DECODE_WARPS, ROUNDS = DECODE_WARPS / TILES_AT_ONCE;
+constexpr int TILES_AT_ONCE = Tile::BYTES > (16 << 10) ? 2 : DECODE_WARPS, ROUNDS = DECODE_WARPS / TILES_AT_ONCE;
 constexpr int VALUE_GROUPS = (HEAD_DIM / 16 + DECODE_WARPS - 1) / DECODE_WARPS;  // of 16 columns, of a warp at most
 constexpr int THREADS = DECODE_WARPS * WARP;
-constexpr int DECODE_BLOCKS = 4;  // least on a multiprocessor, for ptxas: left alone it goes for more, and spills
+// Least on a multiprocessor, for ptxas: left alone it takes other numbers of registers, too many or so few that it
+// spills.
+#if __CUDA_ARCH__ >= 1000  // needs more registers for the same
+constexpr int DECODE_BLOCKS = 4;
+#else
+constexpr int DECODE_BLOCKS = Tile::BYTES <= 4096 ? 8 : Tile::BYTES <= 8192 ? 5 : 4;
+#endif
 constexpr int PARTIAL_ROW = HEAD_DIM + 2;  // floats
 
 // What warps tell each other, at the start of shared memory; tiles lie behind it.
@@ -36,6 +47,16 @@ struct Exchange {
     };
     float greatest[DECODE_WARPS][MMA_ROWS];  // scores of a tile
     float2 sums[DECODE_WARPS][WARP];         // of a tile's weights, rows g and g + 8 of each lane
+#ifdef KV_FP8
+    char scales[2][DECODE_WARPS][TILE_SCALES_BYTES];  // of K, of V
+#endif
+    __device__ __forceinline__ u32 scales_at(bool of_values, int tile) const {
+#ifdef KV_FP8
+        return shared_address(scales[of_values][tile]);
+#else
+        return 0;
+#endif
+    }
 };
 static_assert(sizeof(Exchange) % 128 == 0, "tiles start at a multiple of 128 bytes");
 
@@ -46,25 +67,45 @@ struct Attended {
 
 // K and V of a partial, tile by tile into shared memory.
 struct Tiles {
-    Copier<DECODE_WARPS> copier;
+    Tile tile;
     int first, count;
-    int ids[DECODE_WARPS];
+    u32 own_id, ids[DECODE_WARPS];  // KV blocks of the tiles; each lane finds one of them
+    static constexpr int FINDERS = WARP / DECODE_WARPS;
 
     __device__ __forceinline__ Tiles(const Keys& keys, int first)
         : first(first), count(min((keys.end - first + TILE_KEYS - 1) / TILE_KEYS, DECODE_WARPS)) {
+        own_id = tile.find(keys, first + (int)(tile.member / FINDERS * TILE_KEYS));
 #pragma unroll
-        for (int tile = 0; tile < DECODE_WARPS; tile++) ids[tile] = copier.find(keys, first + tile * TILE_KEYS);
+        for (int n = 0; n < DECODE_WARPS; n++) ids[n] = __shfl_sync(ALL_LANES, own_id, n * FINDERS);
     }
     // K (offset 0) or V of a round's tiles.
-    __device__ __forceinline__ void load(u32 target, const Keys& keys, int offset, int round) const {
+    __device__ __forceinline__ void load(u32 target, const Keys& keys, u32 offset, int round) const {
 #pragma unroll
         for (int i = 0; i < TILES_AT_ONCE; i++) {
-            int tile = round * TILES_AT_ONCE + i;
-            if (tile >= count) break;
-            copier.copy(target + i * TILE_BYTES, keys.k(ids[tile]) + offset, first + tile * TILE_KEYS, keys.end);
+            int n = round * TILES_AT_ONCE + i;
+            if (n >= count) break;
+            tile.copy(target + i * Tile::BYTES, keys.k(ids[n]) + offset, first + n * TILE_KEYS, keys.end);
         }
         commit_copies();
     }
+#ifdef KV_FP8
+    // Scales of K and V of all tiles, a piece for each lane; they join the next copies.
+    __device__ __forceinline__ void load_scales(const Exchange& shared, const Keys& keys) const {
+        constexpr u32 PIECES = SCALES_BYTES / 16;
+        u32 n = tile.member / FINDERS, piece = tile.member % FINDERS;
+        bool of_values = piece / PIECES;
+        if (piece >= 2 * PIECES || (int)n >= count) return;
+        const char* plane = keys.k(own_id) + (of_values ? keys.to_values : 0);
+        tile.copy_scales(shared.scales_at(of_values, n), plane, first + (int)n * TILE_KEYS, keys.end, piece % PIECES);
+    }
+    // Of V; those of keys that no row sees are multiplied with nothing.
+    __device__ __forceinline__ void clear_scales(const Exchange& shared, const Keys& keys) const {
+        tile.clear_scales(shared.scales_at(true, count - 1), first + (count - 1) * TILE_KEYS, keys.end);
+    }
+#else
+    __device__ __forceinline__ void load_scales(const Exchange&, const Keys&) const {}
+    __device__ __forceinline__ void clear_scales(const Exchange&, const Keys&) const {}
+#endif
 };
 
 // The scores of this warp's tile, and for all warps the greatest of each row; K has been read at the return.
@@ -74,14 +115,16 @@ __device__ __forceinline__ void score_partial(Scores& s, Exchange& shared, u32 p
     int position[2] = {rows.position_of(lane / 4), rows.position_of(lane / 4 + 8)};
     u32 q = shared_address(shared.queries);
     load_queries<MMA_ROWS>(q, rows);  // joins the first copies
+    tiles.load_scales(shared, keys);
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) {
         tiles.load(place, keys, 0, round);
         wait_for_copies<0>();
+        tiles.clear_scales(shared, keys);
         __syncthreads();
         if (warp / TILES_AT_ONCE == round && warp < tiles.count) {
-            score_tile(s, q, place + warp % TILES_AT_ONCE * TILE_BYTES, key, position,
-                       key + TILE_KEYS > rows.position + 1);
+            score_tile<Tile>(s, q, place + warp % TILES_AT_ONCE * Tile::BYTES, shared.scales_at(false, warp), key,
+                             position, key + TILE_KEYS > rows.position + 1);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 float m = greatest(minus_infinity(), s, r);
@@ -97,6 +140,7 @@ __device__ __forceinline__ void share_weights(Exchange& shared, Scores& s, const
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     float low = weigh(s, 0, m[0], scale), high = weigh(s, 1, m[1], scale);
     shared.sums[warp][lane] = make_float2(low, high);
+    multiply_scales(s, shared.scales_at(true, warp));
 #pragma unroll
     for (int k = 0; k < TILE_KEYS / 16; k++) {
         u32 a[4];
@@ -125,7 +169,7 @@ __device__ __forceinline__ void add_tile(Attended& p, const Exchange& shared, in
 #pragma unroll
         for (int i = 0; i < VALUE_GROUPS; i++) {
             int group = warp + i * DECODE_WARPS;
-            if (group * 16 < HEAD_DIM) add_values(p.o[i][0], p.o[i][1], a, value_place(v, group) + k * 16 * ROW_BYTES);
+            if (group * 16 < HEAD_DIM) add_values<Tile>(p.o[i][0], p.o[i][1], a, Tile::value_place(v, group), k);
         }
     }
 }
@@ -161,7 +205,7 @@ __device__ __forceinline__ Attended attend_partial(Exchange& shared, const Rows&
 #pragma unroll
         for (int i = 0; i < TILES_AT_ONCE; i++) {
             int tile = round * TILES_AT_ONCE + i;
-            if (tile < tiles.count) add_tile(p, shared, tile, place + i * TILE_BYTES, shrinks[tile]);
+            if (tile < tiles.count) add_tile(p, shared, tile, place + i * Tile::BYTES, shrinks[tile]);
         }
     }
 #pragma unroll
@@ -172,6 +216,7 @@ __device__ __forceinline__ Attended attend_partial(Exchange& shared, const Rows&
 // put(r, column, x, y) for all pairs of neighbours in o of rows g (r = 0) and g + 8 (1), where they are.
 template <typename Put>
 __device__ __forceinline__ void for_pairs(const Attended& p, const Rows& rows, Put put) {
+    constexpr bool ONE_MMA = Tile::NEIGHBOURS_IN_ONE;
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -180,8 +225,12 @@ __device__ __forceinline__ void for_pairs(const Attended& p, const Rows& rows, P
         for (int i = 0; i < VALUE_GROUPS; i++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                int column = (warp + i * DECODE_WARPS) * 16 + half * 8 + lane % 4 * 2;
-                if (column < HEAD_DIM) put(r, column, p.o[i][half][2 * r], p.o[i][half][2 * r + 1]);
+                const auto& o = p.o[i];
+                int column =
+                    (warp + i * DECODE_WARPS) * 16 + (ONE_MMA ? half * 8 + lane % 4 * 2 : lane % 4 * 4 + half * 2);
+                float x = ONE_MMA ? o[half][2 * r] : o[0][2 * r + half];
+                float y = ONE_MMA ? o[half][2 * r + 1] : o[1][2 * r + half];
+                if (column < HEAD_DIM) put(r, column, x, y);
             }
     }
 }
@@ -220,8 +269,8 @@ __device__ __forceinline__ void merge_partials(const Rows& rows, const float* pa
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS)
-    attend_decode(elem* out, float* partials, int* tickets, const elem* q, const elem* cache, const int* work,
-                  const int* starts, const int* lengths, const int* tables, int num_heads, int num_kv_heads,
+    attend_decode(elem* out, float* partials, int* tickets, const elem* q, const char* cache, const int* work,
+                  const int* starts, const int* lengths, const int* tables, int group, int inverse, int num_kv_heads,
                   int table_width, int layer, int num_layers, float scale) {
     extern __shared__ __align__(128) char memory[];
     start_next_kernel();
@@ -229,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS)
     int sequence = item[0], which = item[1], place = item[2], head = blockIdx.y, first = which * PARTIAL_KEYS;
     if (sequence < 0) return wait_for_kernel_before();
     int length = lengths[sequence], first_row = starts[sequence], num_rows = starts[sequence + 1] - first_row;
-    Rows rows = make_rows(out, q, first_row, num_rows, length - num_rows, head, num_heads, num_kv_heads);
+    Rows rows = make_rows(out, q, first_row, num_rows, length - num_rows, head, group, inverse, num_kv_heads);
     Keys keys = make_keys(cache, tables, item[3], table_width, length, head, num_kv_heads, layer, num_layers);
     wait_for_kernel_before();
     Attended p = attend_partial(*(Exchange*)memory, rows, keys, first, scale);

@@ -8,13 +8,13 @@
 // block is position r / group, head r % group of the group. Row invariance: tile.cuh says why a row has the same bits
 // here and in decode.cu, which takes sequences with at most 16 such rows; attention.py lays out the work.
 //
-//   out        elem [T, num_heads, HEAD_DIM]     q  elem [T, num_heads, HEAD_DIM]
-//   cache      elem [blocks, num_layers, 2, num_kv_heads, BLOCK_SIZE, HEAD_DIM]; a sequence's blocks hold finite values
-//              up to its length, anything behind it
+//   out        elem [T, num_heads, HEAD_DIM]     q  elem [T, num_heads, HEAD_DIM], or fp16 as rope_write.cu says
+//   cache      planes of kv.cuh [blocks, num_layers, 2, num_kv_heads]; a sequence's blocks hold finite values up to its
+//              length, anything behind it
 //   work       i32 [tiles, 4] sequence, first row of T, rows of T, slot
 //   positions  i32 [T]
 //   tables     i32 [slots, table_width] blocks of the sequence in each slot
-//   group      num_heads / num_kv_heads, at most 16
+//   group      num_heads / num_kv_heads, at most 16; inverse: 2^16 / group, rounded up
 //
 // Scores stay below 10^7: beyond, what float32 leaves of a score's fraction tells keys apart no more.
 //
@@ -40,6 +40,8 @@ constexpr int PREFILL_BLOCKS = HEAD_DIM <= 64 ? 3 : 2;
 #else
 constexpr int PREFILL_BLOCKS = HEAD_DIM <= 64 ? 4 : HEAD_DIM <= 128 ? 3 : 2;
 #endif
+
+typedef WideTile<PREFILL_WARPS> Tile;
 
 constexpr int THREADS = PREFILL_WARPS * WARP, ROWS = PREFILL_WARPS / COLUMN_GROUPS * MMA_ROWS;
 constexpr int QUERY_BYTES = ROWS * ROW_BYTES, KEPT_BYTES = KEPT_COLUMNS * THREADS * sizeof(float4);
@@ -116,16 +118,17 @@ __device__ __forceinline__ void weigh_tile(Partial& p, Scores& s, float scale) {
 }
 
 // o += weights V, of the tile at v and this warp's columns.
-__device__ __forceinline__ void add_tile(Partial& p, const Scores& s, u32 v, int column_group) {
+__device__ __forceinline__ void add_tile(Partial& p, Scores& s, u32 v, int column_group) {
+    multiply_scales(s, v + TILE_ROWS_BYTES);
     u32 a[TILE_KEYS / 16][4];
 #pragma unroll
     for (int k = 0; k < TILE_KEYS / 16; k++) round_weights(a[k], s, k);
-    u32 columns = value_place(v, column_group);
+    u32 columns = Tile::value_place(v, column_group);
 #pragma unroll
     for (int k = 0; k < TILE_KEYS / 16; k++)
 #pragma unroll
         for (int n = 0; n < COLUMNS / 16; n++)
-            add_values(p.o[2 * n], p.o[2 * n + 1], a[k], further(columns, 2 * n) + k * 16 * ROW_BYTES);
+            add_values<Tile>(p.o[2 * n], p.o[2 * n + 1], a[k], further(columns, 2 * n), k);
 }
 
 __device__ __forceinline__ void write_rows(const Total& total, const Rows& rows, int first_row, int first_column) {
@@ -144,33 +147,35 @@ __device__ __forceinline__ void write_rows(const Total& total, const Rows& rows,
 
 // K and V tile by tile through shared memory, in step with the warps that read them.
 struct Tiles {
-    Copier<PREFILL_WARPS> copier;
+    Tile tile;
     const Keys& keys;
     u32 shared;
-    int block;  // from which this thread copies next
+    u32 block;  // from which this thread copies next
 
     // Of K; V lies behind it.
     __device__ u32 place(int key) const { return shared + key / TILE_KEYS % PREFILL_STAGES * 2 * TILE_BYTES; }
     __device__ __forceinline__ void load_k(int key) {
-        if (key < keys.end) copier.copy(place(key), keys.k(block), key, keys.end);
+        if (key < keys.end) tile.copy(place(key), keys.k(block), key, keys.end);
         commit_copies();
     }
     __device__ __forceinline__ void load_v(int key) {
-        if (key < keys.end) copier.copy(place(key) + TILE_BYTES, keys.v(block), key, keys.end);
+        if (key < keys.end) tile.copy(place(key) + TILE_BYTES, keys.v(block), key, keys.end);
         commit_copies();
     }
     __device__ __forceinline__ void start() {
-        block = copier.find(keys, 0);
+        block = tile.find(keys, 0);
         load_k(0);
-        if constexpr (PREFILL_STAGES == 2) load_v(0), block = copier.find(keys, TILE_KEYS);
+        if constexpr (PREFILL_STAGES == 2) load_v(0), block = tile.find(keys, TILE_KEYS);
     }
     // K of the tile is there for all; all are through with the tile before.
     __device__ __forceinline__ void before_scores(int key) {
         wait_for_copies<0>();
+        tile.arrived<false>(place(key), key, keys.end);
+        if constexpr (PREFILL_STAGES == 2) tile.arrived<true>(place(key) + TILE_BYTES, key, keys.end);
         __syncthreads();
         if constexpr (PREFILL_STAGES == 2) key += TILE_KEYS, load_k(key);
         load_v(key);
-        block = copier.find(keys, key + TILE_KEYS);
+        block = tile.find(keys, key + TILE_KEYS);
     }
     // All have read K.
     __device__ __forceinline__ void after_scores(int key) {
@@ -180,9 +185,10 @@ struct Tiles {
         }
     }
     // V of the tile is there for all.
-    __device__ __forceinline__ void before_values() {
+    __device__ __forceinline__ void before_values(int key) {
         if constexpr (PREFILL_STAGES == 1) {
             wait_for_copies<1>();  // not for the next K
+            tile.arrived<true>(place(key) + TILE_BYTES, key, keys.end);
             __syncthreads();
         }
     }
@@ -191,9 +197,9 @@ struct Tiles {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, PREFILL_BLOCKS)
-    attend_prefill(elem* out, const elem* q, const elem* cache, const int* work, const int* positions,
-                   const int* tables, int num_heads, int num_kv_heads, int table_width, int layer, int num_layers,
-                   float scale) {
+    attend_prefill(elem* out, const elem* q, const char* cache, const int* work, const int* positions,
+                   const int* tables, int group, int inverse, int num_kv_heads, int table_width, int layer,
+                   int num_layers, float scale) {
     extern __shared__ __align__(128) char shared[];
     start_next_kernel();
     wait_for_kernel_before();
@@ -202,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREFILL_BLOCKS)
     // Read again at the end, as registers are few.
     auto rows_of_block = [&] {
         const int* item = work + blockIdx.x * 4;
-        return make_rows(out, q, item[1], item[2], positions[item[1]], blockIdx.y, num_heads, num_kv_heads);
+        return make_rows(out, q, item[1], item[2], positions[item[1]], blockIdx.y, group, inverse, num_kv_heads);
     };
     Rows rows = rows_of_block();
     const int* item = work + blockIdx.x * 4;
@@ -219,11 +225,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREFILL_BLOCKS)
         for (int key = first; key < min(first + PARTIAL_KEYS, end); key += TILE_KEYS) {
             Scores s;
             tiles.before_scores(key);
-            score_tile(s, query_place + warp_row * ROW_BYTES, tiles.place(key), key, position,
-                       key + TILE_KEYS > first_position + 1);
+            score_tile<Tile>(s, query_place + warp_row * ROW_BYTES, tiles.place(key),
+                             tiles.place(key) + TILE_ROWS_BYTES, key, position, key + TILE_KEYS > first_position + 1);
             tiles.after_scores(key);
             weigh_tile(partial, s, scale);
-            tiles.before_values();
+            tiles.before_values(key);
             add_tile(partial, s, tiles.place(key) + TILE_BYTES, column_group);
         }
         total.merge(partial, scale);

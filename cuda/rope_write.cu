@@ -5,8 +5,13 @@
 //   (a, b)  = (a cos - b sin, b cos + a sin)                    q and k; a, b: its halves (RoPE, Su et al. 2021)
 //   q[t, head], or K or V at the row's position, = elem(head)
 //
-//   q             elem [T, Hq, HEAD_DIM]
-//   cache         elem [num_blocks, num_layers, 2, Hkv, BLOCK_SIZE, HEAD_DIM]      K, then V
+// With -DKV_FP8 q and k are then mixed (tinyvllm_cli/backends/fp8.py says what for), K and V are rounded as kv.cuh has
+// it, and q is fp16.
+//
+//   q             elem [T, Hq, HEAD_DIM]; with -DKV_FP8 fp16, of each 16 columns first those at 0 and 1 of each four,
+//   then
+//                 those at 2 and 3: as keys.cuh has K
+//   cache         planes of kv.cuh [num_blocks, num_layers, 2, Hkv]
 //   qkv           elem [T, Hq + 2 Hkv, HEAD_DIM]
 //   bias          f32  [Hq + 2 Hkv, HEAD_DIM] or null
 //   q_norm, k_norm f32 [HEAD_DIM], or both null
@@ -18,7 +23,7 @@
 // Launch: one warp a head of a row, so T * (Hq + 2 Hkv) warps in a grid of one dimension; block any multiple of 32; no
 // shared memory. HEAD_DIM is a multiple of 16, at most 256.
 // Must equal: qkv_rope_write in tinyvllm_cli/backends/cpu/ops.py, after its product.
-#include "common.cuh"
+#include "kv.cuh"
 
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int PAIRS = HEAD_DIM / 4;  // of neighbouring elements, in each half of a head
@@ -89,7 +94,94 @@ __device__ __forceinline__ void rotate(Part& part, const Part& angle) {
     });
 }
 
-extern "C" __global__ void rope_write(elem* __restrict__ q, elem* __restrict__ cache, const elem* qkv,
+#ifdef KV_FP8
+constexpr int MIXED = HEAD_DIM & -HEAD_DIM;  // numbers that are mixed with each other
+
+__device__ constexpr int log2_of(int n) {
+    return n > 1 ? 1 + log2_of(n / 2) : 0;
+}
+
+__device__ __forceinline__ void add_and_subtract(float2& v, float2& w) {
+    const float2 sum = add(v, w), difference = add(v, make_float2(-w.x, -w.y));
+    v = sum, w = difference;
+}
+
+// With the pair of the lane that is `apart` away.
+__device__ __forceinline__ float2 exchanged(float2 v, int apart) {
+    const float2 w = {__shfl_xor_sync(ALL_LANES, v.x, apart), __shfl_xor_sync(ALL_LANES, v.y, apart)};
+    return threadIdx.x & apart ? add(w, make_float2(-v.x, -v.y)) : add(v, w);
+}
+
+// The Hadamard transform of each MIXED numbers, times 2^-shift.
+__device__ __forceinline__ void mix(Part& part, int shift) {
+    each_pair([&](int i, int d) {
+        part.a[i] = make_float2(__fadd_rn(part.a[i].x, part.a[i].y), __fsub_rn(part.a[i].x, part.a[i].y));
+        part.b[i] = make_float2(__fadd_rn(part.b[i].x, part.b[i].y), __fsub_rn(part.b[i].x, part.b[i].y));
+        add_and_subtract(part.a[i], part.b[i]);
+    });
+#pragma unroll
+    for (int i = 0; i < PAIRS_PER_LANE; i++) {  // lanes without a pair too
+#pragma unroll
+        for (int apart = 1; apart < min(MIXED / 4, WARP); apart *= 2) {
+            part.a[i] = exchanged(part.a[i], apart);
+            part.b[i] = exchanged(part.b[i], apart);
+        }
+    }
+    if constexpr (MIXED / 4 > WARP) add_and_subtract(part.a[0], part.a[1]), add_and_subtract(part.b[0], part.b[1]);
+    const float factor = __uint_as_float(static_cast<u32>(127 - shift) << 23);
+    each_pair([&](int i, int d) {
+        part.a[i] = make_float2(__fmul_rn(part.a[i].x, factor), __fmul_rn(part.a[i].y, factor));
+        part.b[i] = make_float2(__fmul_rn(part.b[i].x, factor), __fmul_rn(part.b[i].y, factor));
+    });
+}
+
+// Where column d, an even one, of q stands.
+__device__ __forceinline__ int place_of(int d) {
+    return d / 16 * 16 + d / 2 % 2 * 8 + d % 16 / 4 * 2;
+}
+
+__device__ __forceinline__ void write_q(elem* target, const Part& part) {
+    each_pair([&](int i, int d) {
+        *reinterpret_cast<u32*>(target + place_of(d)) = pack_halves(part.a[i].x, part.a[i].y);
+        *reinterpret_cast<u32*>(target + place_of(HALF + d)) = pack_halves(part.b[i].x, part.b[i].y);
+    });
+}
+
+__device__ __forceinline__ u32 greater_magnitude(u32 magnitude, float2 v) {
+    return max(magnitude, max(__float_as_uint(v.x) & 0x7fffffff, __float_as_uint(v.y) & 0x7fffffff));
+}
+
+__device__ __forceinline__ void store_codes(char* p, float2 v, float factor) {
+    const u32 codes = code_of(__fmul_rn(v.x, factor)) | code_of(__fmul_rn(v.y, factor)) << 8;
+    *reinterpret_cast<unsigned short*>(p) = static_cast<unsigned short>(codes);
+}
+
+__device__ __forceinline__ void write_kv(char* plane, int row, const Part& part) {
+    u32 greatest = 0;
+    each_pair([&](int i, int d) { greatest = greater_magnitude(greater_magnitude(greatest, part.a[i]), part.b[i]); });
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2)
+        greatest = max(greatest, __shfl_xor_sync(ALL_LANES, greatest, offset));
+    const float scale = scale_of(greatest), factor = inverse(scale);
+    char* codes = plane + row * HEAD_DIM;
+    each_pair([&](int i, int d) {
+        store_codes(codes + d, part.a[i], factor);
+        store_codes(codes + HALF + d, part.b[i], factor);
+    });
+    if (threadIdx.x % WARP == 0)
+        reinterpret_cast<unsigned short*>(plane + CODES_BYTES)[row] = __float_as_uint(scale) >> 16;
+}
+#else
+__device__ __forceinline__ void write_q(elem* target, const Part& part) {
+    each_pair([&](int i, int d) { store2(target + d, part.a[i]), store2(target + HALF + d, part.b[i]); });
+}
+
+__device__ __forceinline__ void write_kv(char* plane, int row, const Part& part) {
+    write_q(reinterpret_cast<elem*>(plane) + row * HEAD_DIM, part);
+}
+#endif
+
+extern "C" __global__ void rope_write(elem* __restrict__ q, char* __restrict__ cache, const elem* qkv,
                                       const float* __restrict__ bias, const float* __restrict__ q_norm,
                                       const float* __restrict__ k_norm, const float* cos, const float* sin,
                                       const int* positions, const int* __restrict__ slots, const int* block_tables,
@@ -117,16 +209,16 @@ extern "C" __global__ void rope_write(elem* __restrict__ q, elem* __restrict__ c
     if (!is_v) {
         if (q_norm) norm_head(part, is_q ? q_norm : k_norm, eps);
         rotate(part, angle);
+#ifdef KV_FP8
+        mix(part, is_q ? log2_of(MIXED) / 2 : (log2_of(MIXED) + 1) / 2);
+#endif
     }
 
-    elem* target;
     if (is_q) {
-        target = q + (static_cast<i64>(t) * Hq + head) * HEAD_DIM;
+        write_q(q + (static_cast<i64>(t) * Hq + head) * HEAD_DIM, part);
     } else {
         const i64 block = block_tables[static_cast<i64>(slots[t]) * B + position / BLOCK_SIZE];
-        const int kv_head = (head - Hq) % Hkv;
-        const i64 plane = ((block * num_layers + layer) * 2 + is_v) * Hkv + kv_head;
-        target = cache + (plane * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM;
+        const i64 plane = ((block * num_layers + layer) * 2 + is_v) * Hkv + (head - Hq) % Hkv;
+        write_kv(cache + plane * PLANE_BYTES, position % BLOCK_SIZE, part);
     }
-    each_pair([&](int i, int d) { store2(target + d, part.a[i]), store2(target + HALF + d, part.b[i]); });
 }

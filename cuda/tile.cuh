@@ -26,33 +26,57 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
+// What the mma takes: elem, and fp16 over an FP8 cache.
+__device__ __forceinline__ u32 pack_operands(float lo, float hi) {
+#ifdef KV_FP8
+    return pack_halves(lo, hi);
+#else
+    return pack(lo, hi);
+#endif
 }
 
-// Scores s = q K^T of 16 rows at q and the tile at k; -inf behind a row's position.
-__device__ __forceinline__ void score_tile(Scores& s, u32 q, u32 k, int first_key, const int (&position)[2],
+__device__ __forceinline__ void multiply_add_operands(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#ifdef KV_FP8
+    multiply_add_halves(c, a, b[0], b[1]);
+#else
+    multiply_add(c, a, b[0], b[1]);
+#endif
+}
+
+// Scores, times the scales of K, or weights, times those of V: of a tile, whose scales lie at `scales`.
+__device__ __forceinline__ void multiply_scales(Scores& s, u32 scales) {
+#ifdef KV_FP8
+#pragma unroll
+    for (int n = 0; n < TILE_KEYS / 8; n++) {
+        u32 pair = load_shared_word(computed_again(scales) + (n * 8 + threadIdx.x % 4 * 2) * SCALE_BYTES);
+        float first = __uint_as_float(pair << 16), second = __uint_as_float(pair & 0xffff0000u);
+#pragma unroll
+        for (int j = 0; j < 4; j++) s[n][j] = __fmul_rn(s[n][j], j % 2 ? second : first);
+    }
+#endif
+}
+
+// Scores s = q K^T of 16 rows at q and the tile at k, of a Tile's kind; -inf behind a row's position. scales: of K.
+template <typename Tile>
+__device__ __forceinline__ void score_tile(Scores& s, u32 q, u32 k, u32 scales, int first_key, const int (&position)[2],
                                            bool hides) {
     int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int n = 0; n < TILE_KEYS / 8; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
-    u32 q_row = q + place_of(lane % 16, lane / 16);
-    u32 k_row = k + place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    u32 q_row = q + place_of(lane % 16, lane / 16), k_row = Tile::key_place(k);
 #pragma unroll
     for (int d = 0; d < HEAD_DIM / 16; d++) {
-        u32 a[4], k_chunk = further(k_row, 2 * d);
+        u32 a[4];
         load_matrices(a, further(q_row, 2 * d));
 #pragma unroll
-        for (int n = 0; n < TILE_KEYS / 16; n++) {
-            u32 b[4];
-            load_matrices(b, k_chunk + n * 16 * ROW_BYTES);
-            multiply_add(s[2 * n], a, b[0], b[1]);
-            multiply_add(s[2 * n + 1], a, b[2], b[3]);
+        for (int n = 0; n < TILE_KEYS / 32; n++) {
+            u32 b[4][2];
+            Tile::load_keys(b, k_row, n, d);
+#pragma unroll
+            for (int i = 0; i < 4; i++) multiply_add_operands(s[4 * n + i], a, b[i]);
         }
     }
+    multiply_scales(s, scales);
     if (!hides) return;
     int key = first_key + lane % 4 * 2;
 #pragma unroll
@@ -80,9 +104,17 @@ __device__ __forceinline__ float shrink(float before, float m, float scale) {
     return exp2_fast(__fmul_rn(__fsub_rn(before, finite(m)), scale));
 }
 
+// Weights are greater by 2^WEIGHT_SHIFT, and their sums with them: so those that scales of V make small are no less
+// exact in fp16, and those that they make great, as scales are at most 2^7, still have room.
+#ifdef KV_FP8
+constexpr float WEIGHT_SHIFT = 8.f;
+#else
+constexpr float WEIGHT_SHIFT = 0.f;
+#endif
+
 // From scores of a row to weights 2^(scale (s - m)), in place; returns the sum of this lane's.
 __device__ __forceinline__ float weigh(Scores& s, int r, float m, float scale) {
-    float offset = -__fmul_rn(finite(m), scale), sum = 0.f;
+    float offset = __fsub_rn(WEIGHT_SHIFT, __fmul_rn(finite(m), scale)), sum = 0.f;
 #pragma unroll
     for (int n = 0; n < TILE_KEYS / 8; n++)
 #pragma unroll
@@ -93,24 +125,20 @@ __device__ __forceinline__ float weigh(Scores& s, int r, float m, float scale) {
     return sum;
 }
 
-// Weights of 16 keys, rounded to elem, as the mma takes them.
+// Weights of the keys from 16 k on, rounded, as the mma takes them.
 __device__ __forceinline__ void round_weights(u32 (&a)[4], const Scores& s, int k) {
-    a[0] = pack(s[2 * k][0], s[2 * k][1]), a[1] = pack(s[2 * k][2], s[2 * k][3]);
-    a[2] = pack(s[2 * k + 1][0], s[2 * k + 1][1]), a[3] = pack(s[2 * k + 1][2], s[2 * k + 1][3]);
+    a[0] = pack_operands(s[2 * k][0], s[2 * k][1]), a[1] = pack_operands(s[2 * k][2], s[2 * k][3]);
+    a[2] = pack_operands(s[2 * k + 1][0], s[2 * k + 1][1]), a[3] = pack_operands(s[2 * k + 1][2], s[2 * k + 1][3]);
 }
 
-// Where this lane finds V's columns from 16 * column_group on of the first 16 keys of the tile at v.
-__device__ __forceinline__ u32 value_place(u32 v, int column_group) {
-    int lane = threadIdx.x % WARP;
-    return v + further(place_of(lane % 16, lane / 16), 2 * column_group);
-}
-
-// Two times 8 columns of o += weights V, of 16 keys.
-__device__ __forceinline__ void add_values(float (&low)[4], float (&high)[4], const u32 (&weights)[4], u32 v) {
-    u32 b[4];
-    load_matrices_transposed(b, v);
-    multiply_add(low, weights, b[0], b[1]);
-    multiply_add(high, weights, b[2], b[3]);
+// Two times 8 columns of o += weights V, of the keys from 16 k on.
+template <typename Tile>
+__device__ __forceinline__ void add_values(float (&first)[4], float (&second)[4], const u32 (&weights)[4],
+                                           u32 value_place, int k) {
+    u32 b[2][2];
+    Tile::load_values(b, value_place, k);
+    multiply_add_operands(first, weights, b[0]);
+    multiply_add_operands(second, weights, b[1]);
 }
 
 // l of a row, of all lanes that share it, once its partial is at its end.

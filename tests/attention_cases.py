@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from fp8_tools import planes_of, queries_of
 from gpu_tools import NUMPY_DTYPE, UNIT
 
+from tinyvllm_cli.backends import fp8
 from tinyvllm_cli.backends.gpu import attention
-from tinyvllm_cli.config import DtypeName
+from tinyvllm_cli.backends.gpu.kv import KVCache
+from tinyvllm_cli.config import DtypeName, KVDtypeName
 
 Array = npt.NDArray[Any]
 NUM_LAYERS, LAYER = 2, 1
@@ -27,6 +30,7 @@ class Heads:
     kv: int
     head_dim: int
     dtype: DtypeName = "bfloat16"
+    kv_dtype: KVDtypeName = "auto"
 
     @property
     def group(self) -> int:
@@ -46,11 +50,13 @@ class Context:
 
 
 def context(heads: Heads, length: int, seed: int) -> Context:
-    """Scores with a deviation of 1.5: some keys matter much more than others."""
+    """Scores with a deviation of 1.5: some keys matter much more than others. K and V as the cache holds them."""
     rng = np.random.default_rng(seed)
     elem = NUMPY_DTYPE[heads.dtype]
-    q = 1.5 * rng.standard_normal((length, heads.query, heads.head_dim))
-    k, v = rng.standard_normal((2, length, heads.kv, heads.head_dim))
+    q = 1.5 * rng.standard_normal((length, heads.query, heads.head_dim), np.float32)
+    k, v = rng.standard_normal((2, length, heads.kv, heads.head_dim), np.float32)
+    if heads.kv_dtype == "fp8":
+        k, v = fp8.rounded(k), fp8.rounded(v)
     return Context(q.astype(elem), k.astype(elem), v.astype(elem))
 
 
@@ -98,6 +104,8 @@ def attend(machine: Machine, heads: Heads, parts: Sequence[tuple[Context, range]
         block = tables[slots[s], position // 16]
         for which, values in enumerate((of.k, of.v)):
             pool[block, LAYER, which, :, position % 16] = values[: rows.stop]
+    if heads.kv_dtype == "fp8":
+        pool = planes_of(pool.astype(np.float32))
     upload = SimpleNamespace(put=machine.put)
     num_rows, width = int(starts[-1]), tables.shape[1]
     out = machine.put(np.full((num_rows, heads.query * heads.head_dim), np.nan, elem))
@@ -117,8 +125,9 @@ def attend(machine: Machine, heads: Heads, parts: Sequence[tuple[Context, range]
         query_start_loc=machine.put(starts),
         lengths=machine.put(lengths),
     )
-    q = machine.put(np.concatenate([of.q[rows.start : rows.stop] for of, rows in parts]))
-    attention.attend(device, q, SimpleNamespace(blocks=machine.put(pool)), rows, layer=LAYER)
+    q = np.concatenate([of.q[rows.start : rows.stop] for of, rows in parts])
+    cache = KVCache(machine.put(pool), heads.kv_dtype)
+    attention.attend(device, machine.put(queries_of(q) if heads.kv_dtype == "fp8" else q), cache, rows, layer=LAYER)
     assert not machine.get(tickets).any(), "a launch leaves no ticket behind"
     h = machine.get(out).reshape(num_rows, heads.query, heads.head_dim)
     return np.split(h, starts[1:-1])

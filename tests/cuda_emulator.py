@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm_cli.backends.gpu.kernels import ELEM_OPTIONS, KERNELS
+from tinyvllm_cli.backends.gpu.kernels import ELEM_OPTIONS, KERNELS, KV_OPTIONS
 from tinyvllm_cli.backends.gpu.launch import DEFINITION
-from tinyvllm_cli.config import DtypeName
+from tinyvllm_cli.config import DtypeName, KVDtypeName
 
 CUDA = Path(__file__).parent.parent / "cuda"
 SHIM = Path(__file__).parent / "emulator" / "cuda.hpp"
@@ -43,9 +43,9 @@ def compiler() -> str | None:
 
 
 class Emulator:
-    """The kernels of one .cu file for one kind of element and one head size."""
+    """The kernels of one .cu file for one kind of element, one head size and one kind of KV cache."""
 
-    def __init__(self, file: str | Path, dtype: DtypeName, head_dim: int) -> None:
+    def __init__(self, file: str | Path, dtype: DtypeName, head_dim: int, kv_dtype: KVDtypeName = "auto") -> None:
         """file: a name in cuda/, or a path of another file that may include its headers."""
         source = _source(str(file), set())
         self._types = {
@@ -54,7 +54,8 @@ class Emulator:
         assert self._types, f"{file} has no kernels"
         entries = "\n".join(_entry(name, types) for name, types in self._types.items())
         code = f'#include "{SHIM}"\n{source}\n{entries}\n'
-        self._library = ctypes.CDLL(str(_compile(code, [ELEM_OPTIONS[dtype], f"-DHEAD_DIM={head_dim}"])))
+        macros = [ELEM_OPTIONS[dtype], f"-DHEAD_DIM={head_dim}", *KV_OPTIONS[kv_dtype]]
+        self._library = ctypes.CDLL(str(_compile(code, macros)))
 
     def prepare(
         self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int = 0
@@ -76,15 +77,15 @@ class Emulator:
 
 
 @functools.cache
-def emulator(file: str, dtype: DtypeName, head_dim: int) -> Emulator:
-    return Emulator(file, dtype, head_dim)
+def emulator(file: str, dtype: DtypeName, head_dim: int, kv_dtype: KVDtypeName) -> Emulator:
+    return Emulator(file, dtype, head_dim, kv_dtype)
 
 
 class EmulatedKernels:
     """The Kernels of backends/gpu/kernels.py, over arrays in the processor's memory; a launch is done on return."""
 
-    def __init__(self, dtype: DtypeName, head_dim: int) -> None:
-        self._of_file = functools.partial(emulator, dtype=dtype, head_dim=head_dim)
+    def __init__(self, dtype: DtypeName, head_dim: int, kv_dtype: KVDtypeName = "auto") -> None:
+        self._of_file = functools.partial(emulator, dtype=dtype, head_dim=head_dim, kv_dtype=kv_dtype)
         self.files = dict.fromkeys(KERNELS.values(), "compiled")
         self.counts: Counter[str] = Counter()
 

@@ -160,7 +160,7 @@ def emulated_gpu(
 ) -> Iterator[Runtime]:
     """A card, of 1 GiB where none is given, in the place of CuPy, driver, packages, kernels and matrix library.
 
-    make_kernels(dtype, head_dim), make_blas(stream, workspace, kernels).
+    make_kernels(dtype, head_dim, kv_dtype), make_blas(stream, workspace, kernels).
     """
     runtime = Runtime(1 << 30) if runtime is None else runtime
     kernels = functools.cache(make_kernels)
@@ -173,7 +173,7 @@ def emulated_gpu(
         for module in (packages, device):
             patch.setattr(module, "require_packages", lambda driver: None)
         patch.setattr(memory, "WORKSPACE", memory.ALIGNMENT)
-        patch.setattr(backend, "load_kernels", lambda capability, dtype, head_dim, cache: kernels(dtype, head_dim))
+        patch.setattr(backend, "load_kernels", lambda capability, *kind_and_cache: kernels(*kind_and_cache[:-1]))
         patch.setattr(backend, "load_nvrtc", lambda: SimpleNamespace(version=(13, 0)))
         patch.setattr(backend, "Blas", SimpleNamespace(create=make_blas))
         yield runtime

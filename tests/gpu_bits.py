@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from fp8_tools import codes_of, scales_of
 from seam import BLOCK, NUM_IDS, Part, batch, i32, prompt
 
-from tinyvllm_cli.config import EngineConfig
+from tinyvllm_cli.config import EngineConfig, KVDtypeName
 from tinyvllm_cli.model.checkpoint import Checkpoint
 from tinyvllm_cli.model.storage import cache_dir
 from tinyvllm_cli.types import Batch, SlotOptions
@@ -54,7 +55,7 @@ def broken(slot: int) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What steps of IDS gave: logits u32[V] by position; K and V u16[position - start, layer, k|v, head, head_dim]."""
+    """What steps of IDS gave: logits u32[V] by position; K and V as Model.kv has them, from position `start` on."""
 
     start: int
     logits: dict[int, Bits]
@@ -66,7 +67,7 @@ class Row:
     """What one row of a neighbour gives."""
 
     logits: Bits  # u32[V]
-    kv: Bits  # u16[1, layer, k|v, head, head_dim]
+    kv: Bits  # of one position, as Model.kv has it
     draw: tuple[int, int]  # the token, the bits of its logprob
 
 
@@ -83,7 +84,9 @@ def open_gpu(checkpoint: Checkpoint, engine: EngineConfig, num_blocks: int) -> G
 class Model:
     """A backend over a small random model."""
 
-    def __init__(self, checkpoint: Checkpoint, *, length: int = LENGTH, crowd: range = CROWD) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, *, length: int = LENGTH, crowd: range = CROWD, kv_dtype: KVDtypeName = "auto"
+    ) -> None:
         """length: tokens of IDS that are ever used. crowd: slots of neighbours."""
         from tinyvllm_cli.backends.gpu.device import elem_dtype
 
@@ -91,7 +94,10 @@ class Model:
         self.length = length
         self._crowd_slots = crowd
         dtype = checkpoint.config.dtype
-        engine = EngineConfig(slots=SLOTS, max_batch_tokens=MAX_ROWS, max_model_len=1200, dtype=dtype)
+        engine = EngineConfig(
+            slots=SLOTS, max_batch_tokens=MAX_ROWS, max_model_len=1200, dtype=dtype, kv_dtype=kv_dtype
+        )
+        self._kv_dtype = kv_dtype
         self.backend = open_gpu(checkpoint, engine, NUM_BLOCKS)
         self.elem = elem_dtype(dtype)
         self.fill(NAN)
@@ -100,7 +106,7 @@ class Model:
 
     @property
     def pool(self) -> Any:
-        """elem[block, layer, k|v, head, BLOCK, head_dim] on the device."""
+        """[block, layer, k|v, head, ...] on the device."""
         return self.backend._cache.blocks
 
     def fill(self, byte: int, low: int = 0, high: int = CROWD_BLOCKS) -> None:
@@ -131,9 +137,15 @@ class Model:
         return list(zip(output.token_ids[0].tolist(), bits(output.logprobs[0]).tolist(), strict=True))
 
     def kv(self, blocks: Sequence[int], start: int, end: int) -> Bits:
-        """u16[position, layer, k|v, head, head_dim] of positions start .. end - 1."""
+        """[position, layer, k|v, head, ...] of positions start .. end - 1: u16[head_dim], in FP8 the codes and then the
+        scale u8[head_dim + 2].
+        """
         first = start // BLOCK
-        held = np.stack([self.pool[block].view(np.uint16).get() for block in blocks[first : -(-end // BLOCK)]])
+        planes = [self.pool[block].view(np.uint8).get() for block in blocks[first : -(-end // BLOCK)]]
+        if self._kv_dtype == "fp8":
+            held = np.concatenate(codes_of(np.stack(planes)), axis=-1)
+        else:
+            held = np.stack(planes).view(np.uint16)
         positions = held.transpose(0, 4, 1, 2, 3, 5).reshape(-1, *held.shape[1:4], held.shape[-1])
         return positions[start - first * BLOCK : end - first * BLOCK]
 
@@ -164,7 +176,9 @@ class Model:
         """IDS whole in one step, alone."""
         outcome = self.run([0, self.length])
         assert np.isfinite(np.stack([row.view(np.float32) for row in outcome.logits.values()])).all()
-        assert np.isfinite(outcome.kv.view(self.elem).astype(np.float32)).all()
+        fp8 = self._kv_dtype == "fp8"
+        numbers = scales_of(outcome.kv[..., -2:]) if fp8 else outcome.kv.view(self.elem).astype(np.float32)
+        assert np.isfinite(numbers).all()
         return outcome
 
     @cached_property
@@ -226,4 +240,5 @@ class Model:
         return [f"{case}: {axes} {list(first)} is {values}; {len(different)} of {found.size} differ"]
 
     def shown(self, value: np.unsignedinteger[Any]) -> str:
-        return f"{value:#x} ({value.view(np.float32 if value.itemsize == 4 else self.elem)})"
+        kinds: dict[int, Any] = {4: np.float32, 2: self.elem, 1: np.uint8}
+        return f"{value:#x} ({value.view(kinds[value.itemsize])})"

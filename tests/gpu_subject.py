@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from fp8_tools import planes_of, values_of
 from seam import NUM_IDS, Subject
 
 from tinyvllm_cli.backends.gpu import backend as backend_module
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
+from tinyvllm_cli.backends.gpu.device import elem_dtype
 from tinyvllm_cli.backends.gpu.loading import load_weights
 from tinyvllm_cli.config import DtypeName, EngineConfig
 from tinyvllm_cli.model.checkpoint import Checkpoint
@@ -63,6 +65,7 @@ def to_host(backend: GpuBackend, array: Any) -> npt.NDArray[Any]:
 
 def subject_over(checkpoint: Checkpoint, made: list[GpuBackend], **options: Any) -> Subject:
     """made: gets every backend, for whoever closes them."""
+    elem, head_dim = elem_dtype(options.get("dtype", "bfloat16")), checkpoint.config.head_dim
 
     def make(**limits: int) -> GpuBackend:
         made.append(gpu_backend(checkpoint, **options | limits))
@@ -71,15 +74,20 @@ def subject_over(checkpoint: Checkpoint, made: list[GpuBackend], **options: Any)
     def fill(backend: GpuBackend, value: float, block: int | None) -> None:
         backend._device.stream.synchronize()
         blocks = backend._cache.blocks if block is None else backend._cache.blocks[block]
-        host = np.full(blocks.shape, value, np.float32).astype(blocks.dtype)
+        host = np.full((*blocks.shape[: 4 if block is None else 3], 16, head_dim), value, np.float32)
+        host = planes_of(host) if blocks.dtype == np.uint8 else host.astype(elem)
         cuda = backend._card.cuda
         cuda.memcpy(blocks.data.ptr, host.ctypes.data, host.nbytes, cuda.memcpyHostToDevice)
         cuda.deviceSynchronize()
 
+    def kv(backend: GpuBackend, block: int) -> npt.NDArray[np.float32]:
+        held = to_host(backend, backend._cache.blocks[block])
+        return values_of(held) if held.dtype == np.uint8 else held
+
     return Subject(
         make=make,
         fill=fill,
-        kv=lambda backend, block: to_host(backend, backend._cache.blocks[block]),
+        kv=kv,
         tokens=lambda backend, slot: to_host(backend, backend._slots.token_table[slot]),
         exact=True,
     )

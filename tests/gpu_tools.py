@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tinyvllm_cli.config import DtypeName
+from tinyvllm_cli.config import DtypeName, KVDtypeName
 
 Array = npt.NDArray[Any]
 
@@ -98,6 +98,7 @@ class OpDevice:
     stream: Any
     place: Callable[[Array], Any]  # a host array on the device
     buffers: SimpleNamespace = field(default_factory=SimpleNamespace)
+    kv_dtype: KVDtypeName = "auto"
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], *, shared: int = 0) -> None:
         """args: as Kernels.launch has them, or Outputs."""
@@ -131,7 +132,7 @@ def _array(value: Any) -> Any:
 
 
 @functools.cache
-def open_device(dtype: DtypeName, head_dim: int = 64) -> OpDevice:
+def open_device(dtype: DtypeName, head_dim: int = 64, kv_dtype: KVDtypeName = "auto") -> OpDevice:
     """Kernels compiled once for a run of the tests, and kept on disk as a backend keeps them."""
     import cupy
 
@@ -143,10 +144,11 @@ def open_device(dtype: DtypeName, head_dim: int = 64) -> OpDevice:
     return OpDevice(
         dtype=dtype,
         head_dim=head_dim,
-        kernels=load_kernels((major, minor), dtype, head_dim, cache_dir()),
+        kernels=load_kernels((major, minor), dtype, head_dim, kv_dtype, cache_dir()),
         blas=_blas(),
         stream=_stream(),
         place=to_gpu,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -17,7 +17,7 @@ from emulated_gpu import emulated_gpu
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
 from tinyvllm_cli.backends.gpu.kernels import KERNELS
 from tinyvllm_cli.backends.gpu.memory import ALIGNMENT
-from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, ModelConfig, RopeConfig
+from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, KVDtypeName, ModelConfig, RopeConfig
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", hidden_size=256, intermediate_size=512, num_layers=16, num_heads=4, num_kv_heads=1,
@@ -69,7 +69,7 @@ class IdleRuntime(Runtime):
 
 
 class IdleKernels:
-    def __init__(self, dtype: DtypeName, head_dim: int) -> None:
+    def __init__(self, dtype: DtypeName, head_dim: int, kv_dtype: KVDtypeName) -> None:
         self.files = dict.fromkeys(KERNELS.values(), "compiled")
         self.counts: Counter[str] = Counter()
 

@@ -26,6 +26,7 @@ class Subject:
     kv: Callable[[Backend, int], npt.NDArray[np.float32]]  # (backend, block) -> [layer, k|v, kv_head, BLOCK, head_dim]
     tokens: Callable[[Backend, int], npt.NDArray[np.int32]]  # (backend, slot) -> the row of the token table
     exact: bool = False  # whether a row has the same bits in any batch, and not only the same tokens
+    kv_rtol: float = 1e-7  # by how much K and V may differ where they are not exact: a share of the number
 
     def fresh(self, **limits: int) -> Backend:
         backend = self.make(**({"slots": 8, "num_blocks": 40, "max_batch_tokens": 64, "max_in_flight": 1} | limits))

@@ -47,7 +47,7 @@ def what_is_stored_for_a_row_depends_on_that_row_alone(subject: Subject) -> None
     np.testing.assert_allclose(
         positions_of_kv(subject, whole, (1, 2, 3))[..., :33, :],
         positions_of_kv(subject, chunked, (9, 4, 6))[..., :33, :],
-        rtol=0 if subject.exact else 1e-7,
+        rtol=0 if subject.exact else subject.kv_rtol,
         atol=0 if subject.exact else 2e-5,
     )
 

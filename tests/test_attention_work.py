@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tinyvllm_cli.backends.gpu import attention
 from tinyvllm_cli.backends.gpu.attention import MMA_ROWS, PARTIAL_KEYS, plan_attention, prefill_rows
+from tinyvllm_cli.backends.gpu.kernels import KV_OPTIONS
 
 CUDA = Path(__file__).parent.parent / "cuda"
 
@@ -83,7 +84,9 @@ def test_numbers_of_the_launch_are_those_of_the_kernels(name):
     assert re.findall(rf"\b{name} = (\d+)\b", text) == [str(getattr(attention, name))]
 
 
-def test_shared_memory_stays_within_what_every_card_has():
+@pytest.mark.parametrize("kv_dtype", KV_OPTIONS)
+def test_shared_memory_stays_within_what_every_card_has(kv_dtype):
     for head_dim in filter(attention.supports_head_dim, range(1, 400)):
-        assert max(attention.prefill_shared(head_dim), attention.decode_shared(head_dim)) <= 99 * 1024
+        most = max(attention.prefill_shared(head_dim, kv_dtype), attention.decode_shared(head_dim, kv_dtype))
+        assert most <= 99 * 1024, head_dim
     assert [d for d in range(8, 300, 8) if attention.supports_head_dim(d)] == [*range(16, 129, 16), 160, 192, 224, 256]

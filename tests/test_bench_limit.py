@@ -47,8 +47,10 @@ def lengths_of(name: str) -> tuple[Lengths, int]:
 
 
 def limit(lengths: Lengths, config: ModelConfig | None = None, **changes: object) -> Limit:
-    options = {"elem_bytes": 2, "slots": 4, "rates": H200} | changes
-    return compute_limit(config or random_config("smollm2-135m"), lengths, **options)
+    config = config or random_config("smollm2-135m")
+    token_bytes = 2 * config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    options = {"elem_bytes": 2, "token_bytes": token_bytes, "slots": 4, "rates": H200} | changes
+    return compute_limit(config, lengths, **options)
 
 
 @pytest.mark.parametrize(("model", "workload", "rates", "wanted", "off"), COMPUTED_APART)
@@ -116,6 +118,16 @@ def test_another_request_has_more_to_move_and_to_multiply(lengths, extra: tuple[
 @given(lengths=REQUESTS, slots=st.integers(1, 8))
 def test_flops_are_those_of_the_tokens_whatever_the_slots(lengths, slots: int):
     assert limit(lengths, slots=slots).flops == pytest.approx(limit(lengths, slots=1).flops)
+
+
+@given(lengths=REQUESTS, shared=st.integers(0, 60), token_bytes=st.integers(1, 10**6))
+def test_bytes_of_k_and_v_are_those_that_a_token_takes(lengths, shared: int, token_bytes: int):
+    """Nothing else changes with them, and what they take is in proportion."""
+    shared = min(shared, *(prompt - 1 for prompt, _ in lengths))
+    nothing, some, twice = (limit(lengths, shared=shared, token_bytes=each * token_bytes) for each in (0, 1, 2))
+    assert twice.bytes - some.bytes == some.bytes - nothing.bytes >= token_bytes
+    assert some.seconds - nothing.seconds == pytest.approx((some.bytes - nothing.bytes) / H200.read, rel=1e-3)
+    assert (some.steps, some.flops) == (nothing.steps, nothing.flops)
 
 
 @given(lengths=REQUESTS, shared=st.integers(0, 60))

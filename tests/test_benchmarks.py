@@ -219,7 +219,11 @@ def test_attention_is_timed_over_all_layers(tmp_path: Path, cuda: Any):
 def test_what_attention_reads_and_multiplies_is_that_of_its_rows():
     """Three new rows behind five tokens: eight tokens of K and V, and 6 + 7 + 8 pairs, in one layer of one sequence."""
     config = dataclasses.replace(random_config("llama-3.2-1b"), num_layers=1)
-    works = gpu_timeline.kernel_works(config, gpu_timeline.equal_rows(np.zeros(1, np.int32), 3, 5, 100, room=8))
+    works = gpu_timeline.kernel_works(
+        config,
+        gpu_timeline.equal_rows(np.zeros(1, np.int32), 3, 5, 100, room=8),
+        token_bytes=4 * config.num_layers * config.num_kv_heads * config.head_dim,
+    )
     assert works["attend_prefill"].flops == 4 * 21 * 32 * 64
     assert works["attend_prefill"].bytes == 2 * (8 * 2 * 8 * 64 + 2 * 3 * 32 * 64)
 
@@ -228,7 +232,7 @@ def test_prefill_is_counted_as_the_limit_counts_it():
     """All but attention and one row of the head a prompt."""
     config = random_config("llama-3.2-1b")
     rates = Rates(1e12, 1e12)
-    limit = compute_limit(config, [(1024, 1)] * 16, elem_bytes=2, slots=16, rates=rates)
+    limit = compute_limit(config, [(1024, 1)] * 16, elem_bytes=2, token_bytes=1, slots=16, rates=rates)
     attention = 16 * 4 * 16 * 32 * 64 * (1024 * 1025 // 2)
     head = 16 * 2 * 128_256 * 2048
     assert gpu_prefill.product_flops(config, 16_384) == limit.flops - attention - head

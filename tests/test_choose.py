@@ -90,7 +90,7 @@ def test_what_is_asked_for_wins_over_what_suits_the_backend(checkpoint: Checkpoi
     assert (plain.slots, plain.max_batch_tokens) == (slots, tokens)
     assert plain.threads is not None and plain.threads >= 1
     given = {"slots": 3, "max_batch_tokens": 77, "max_model_len": 99, "threads": 5, "gpu_memory": 10**9, "seed": 4}
-    given |= {"prefix_cache": False}
+    given |= {"prefix_cache": False, "kv_dtype": "fp8"}
     found = engine_config(backend, EngineOptions(**given, dtype="float16"), checkpoint)
     assert asdict(found) == {**given, "dtype": "float16"} and type(found) is EngineConfig
 

@@ -32,7 +32,7 @@ class StandIn(CpuBackend):
 
     @property
     def facts(self) -> BackendFacts:
-        return BackendFacts("gpu", "NVIDIA Stand-in", super().facts.dtype, {"driver": "580.1", "planned_bytes": 7})
+        return BackendFacts("gpu", "NVIDIA Stand-in", super().facts.dtype, 96, {"driver": "580.1", "planned_bytes": 7})
 
     def step(self, batch: Batch) -> Done:
         self.steps = getattr(self, "steps", 0) + 1
@@ -113,15 +113,32 @@ def test_what_is_neither_share_nor_size_is_refused_with_both_named(gpu_memory, c
 def test_what_runs_is_said_and_recorded(tiny: Path, tmp_path: Path, card: list[EngineConfig], capfd: Any):
     on_gpu, record = run(tmp_path, tiny, LINES, "--gpu-memory", "2GiB")
     assert "float32 weights as bfloat16 on the NVIDIA Stand-in, 256 slots, context 64" in capfd.readouterr().err
-    facts = {"name": "gpu", "device": "NVIDIA Stand-in", "dtype": "bfloat16", "driver": "580.1", "planned_bytes": 7}
-    assert record["backend"] == facts
+    facts = {"name": "gpu", "device": "NVIDIA Stand-in", "dtype": "bfloat16", "kv_bytes_per_token": 96}
+    assert record["backend"] == facts | {"driver": "580.1", "planned_bytes": 7}
     assert record["engine"]["gpu_memory"] == card[0].gpu_memory == 2 << 30
     assert (card[0].slots, card[0].max_batch_tokens, card[0].dtype) == (256, 8192, "bfloat16")
     on_cpu, record = run(tmp_path, tiny, LINES, "--backend", "cpu", "--dtype", "bfloat16")
     assert len(card) == 1 and on_cpu.keys() == on_gpu.keys()
     assert "float32 weights as bfloat16 on the CPU, 32 slots" in capfd.readouterr().err
-    assert record["backend"] == {"name": "cpu", "device": "CPU", "dtype": "bfloat16"}
+    kv_bytes = 4 * 2 * 2 * 2 * 16  # float32: layers, K and V, heads, numbers
+    assert record["backend"] == {"name": "cpu", "device": "CPU", "dtype": "bfloat16", "kv_bytes_per_token": kv_bytes}
     assert (record["engine"]["slots"], record["engine"]["max_batch_tokens"]) == (32, 512)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_a_kv_cache_in_fp8_is_said_and_recorded(
+    tiny: Path, tmp_path: Path, card: list[EngineConfig], capfd: Any, backend: str
+):
+    plain, record = run(tmp_path, tiny, LINES, "--backend", backend)
+    assert "FP8" not in capfd.readouterr().err
+    assert record["options"]["kv_dtype"] == {"value": "auto", "from": "default"}
+    found, record = run(tmp_path, tiny, LINES, "--backend", backend, "--kv-dtype", "fp8")
+    device = "CPU" if backend == "cpu" else "NVIDIA Stand-in"
+    assert f" on the {device}, K and V in FP8, " in capfd.readouterr().err
+    assert record["options"]["kv_dtype"] == {"value": "fp8", "from": "command line"}
+    assert record["engine"]["kv_dtype"] == "fp8"
+    assert [config.kv_dtype for config in card] == ["auto", "fp8"] * (backend == "gpu")
+    assert found.keys() == plain.keys()
 
 
 def test_the_model_s_own_dtype_is_kept_on_a_gpu(tmp_path: Path, card: list[EngineConfig], capfd: Any):

@@ -6,7 +6,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +19,7 @@ from tiny import make_tiny_model
 from tinyvllm_cli.backends.choose import engine_config
 from tinyvllm_cli.backends.cpu import backend as module
 from tinyvllm_cli.backends.cpu.backend import CpuBackend
-from tinyvllm_cli.config import EngineOptions
+from tinyvllm_cli.config import EngineOptions, KVDtypeName
 from tinyvllm_cli.errors import ModelError, UsageError
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
 
@@ -40,16 +40,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(make_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=640))
 
 
-@pytest.fixture(scope="module")
-def subject(checkpoint: Checkpoint) -> Subject:
+@pytest.fixture(scope="module", params=get_args(KVDtypeName))
+def subject(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Subject:
     def fill(backend: CpuBackend, value: float, block: int | None) -> None:
         backend._cache.blocks[:, :, :, slice(None) if block is None else block] = value
 
     return Subject(
-        make=lambda **limits: backend_over(checkpoint, **limits),
+        make=lambda **limits: backend_over(checkpoint, kv_dtype=request.param, **limits),
         fill=fill,
         kv=lambda backend, block: backend._cache.blocks[:, :, :, block],
         tokens=lambda backend, slot: backend._slots.token_table[slot],
+        # Neighbours of e4m3 are at most an eighth apart: what differs in the last bits may round to either.
+        kv_rtol=1 / 8 if request.param == "fp8" else 1e-7,
     )
 
 

@@ -6,15 +6,22 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 
 from tinyvllm_cli.backends.gpu import skinny
 from tinyvllm_cli.backends.gpu.attention import decode_shared, prefill_shared
-from tinyvllm_cli.backends.gpu.kernels import ELEM_OPTIONS, KERNELS, compile_options, kernel_sources
+from tinyvllm_cli.backends.gpu.kernels import (
+    ELEM_OPTIONS,
+    KERNELS,
+    KV_OPTIONS,
+    compile_options,
+    kernel_sources,
+)
 from tinyvllm_cli.backends.gpu.launch import parameter_formats
 from tinyvllm_cli.backends.gpu.nvrtc import CompileError, Nvrtc, load_nvrtc
-from tinyvllm_cli.config import DtypeName
+from tinyvllm_cli.config import DtypeName, KVDtypeName
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float16")
@@ -52,12 +59,17 @@ def head_dims(name: str) -> tuple[int, ...]:
     return HEAD_DIMS if any("HEAD_DIM" in SOURCES[file] for file in included(name)) else HEAD_DIMS[:1]
 
 
-def dynamic_shared(kernel: str, head_dim: int) -> int:
+def kv_dtypes(name: str) -> tuple[KVDtypeName, ...]:
+    """Likewise."""
+    return tuple(KV_OPTIONS) if any("KV_FP8" in SOURCES[file] for file in included(name)) else ("auto",)
+
+
+def dynamic_shared(kernel: str, head_dim: int, kv_dtype: KVDtypeName) -> int:
     """Bytes that a launch adds to what the assembler sees."""
     if kernel.startswith("skinny_"):
         return skinny.shared_bytes(skinny.MAX_ROWS)
     sizes = {"attend_prefill": prefill_shared, "attend_decode": decode_shared}
-    return sizes[kernel](head_dim) if kernel in sizes else 0
+    return sizes[kernel](head_dim, kv_dtype) if kernel in sizes else 0
 
 
 def usages(log: str) -> dict[str, Usage]:
@@ -71,8 +83,10 @@ def usages(log: str) -> dict[str, Usage]:
     return found
 
 
-def compile_variant(nvrtc: Nvrtc, name: str, arch: str, dtype: DtypeName, head_dim: int) -> dict[str, Usage]:
-    options = [*compile_options(arch, dtype, head_dim), "--ptxas-options=-v"]
+def compile_variant(
+    nvrtc: Nvrtc, name: str, arch: str, dtype: DtypeName, head_dim: int, kv_dtype: KVDtypeName
+) -> dict[str, Usage]:
+    options = [*compile_options(arch, dtype, head_dim, kv_dtype), "--ptxas-options=-v"]
     binary, log = nvrtc.compile(name, SOURCES[name], HEADERS, options)
     assert binary.startswith(b"\x7fELF"), f"{name}: no machine code"
     return usages(log)
@@ -82,21 +96,23 @@ def compile_variant(nvrtc: Nvrtc, name: str, arch: str, dtype: DtypeName, head_d
 @pytest.mark.parametrize("name", FILES)
 def test_every_kernel_compiles_without_spills(name: str, arch: str):
     nvrtc = load_nvrtc()
-    variants = [(dtype, head_dim) for dtype in DTYPES for head_dim in head_dims(name)]
+    variants = list(product(DTYPES, head_dims(name), kv_dtypes(name)))
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         found = [pool.submit(compile_variant, nvrtc, name, arch, *variant) for variant in variants]
     wrong = []
-    for (dtype, head_dim), future in zip(variants, found, strict=True):
+    for (dtype, head_dim, kv_dtype), future in zip(variants, found, strict=True):
         try:
             kernels = future.result()
         except CompileError as error:
             pytest.fail(f"{error}\n{error.log}", pytrace=False)
         assert set(kernels) == set(parameter_formats(SOURCES[name]))
         for kernel, usage in kernels.items():
-            dynamic = dynamic_shared(kernel, head_dim)
+            dynamic = dynamic_shared(kernel, head_dim, kv_dtype)
             limit = SKINNY_SHARED_LIMIT if kernel.startswith("skinny_") else SHARED_LIMIT
             if usage.spills or usage.stack or usage.shared + dynamic > limit:
-                wrong.append(f"{kernel}, {dtype}, head_dim {head_dim}: {usage}, dynamic shared memory {dynamic}")
+                wrong.append(
+                    f"{kernel}, {dtype}, head_dim {head_dim}, KV {kv_dtype}: {usage}, dynamic shared memory {dynamic}"
+                )
     assert not wrong, "\n".join(wrong)
 
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.emulated
 
 
 def machine(heads: Heads) -> Machine:
-    launch = partial(EmulatedKernels(heads.dtype, heads.head_dim).launch, stream=None)
+    launch = partial(EmulatedKernels(heads.dtype, heads.head_dim, heads.kv_dtype).launch, stream=None)
     return Machine(launch, np.ascontiguousarray, np.array)
 
 
@@ -53,3 +53,25 @@ def test_a_row_has_the_same_bits_in_any_step(heads):
 )
 def test_few_rows_have_the_bits_of_a_prompt(heads):
     check_few_rows(machine(heads), heads, gpu_tools.assert_same_bits)
+
+
+OVER_FP8 = [
+    Heads(4, 1, 64, kv_dtype="fp8"),
+    Heads(8, 1, 128, "float16", kv_dtype="fp8"),
+    Heads(2, 1, 80, kv_dtype="fp8"),
+    Heads(3, 1, 96, "float16", kv_dtype="fp8"),
+    Heads(2, 1, 256, kv_dtype="fp8"),
+    Heads(16, 1, 16, kv_dtype="fp8"),
+    Heads(4, 2, 32, kv_dtype="fp8"),
+]
+
+
+@pytest.mark.parametrize("heads", OVER_FP8, ids=str)
+def test_over_an_fp8_cache(heads):
+    check_close(machine(heads), heads, gpu_tools.assert_close)
+    check_few_rows(machine(heads), heads, gpu_tools.assert_same_bits)
+
+
+def test_rows_over_an_fp8_cache_have_the_same_bits_in_any_step():
+    heads = Heads(8, 2, 64, kv_dtype="fp8")
+    check_same_bits(machine(heads), heads, gpu_tools.assert_same_bits, length=530)

@@ -5,17 +5,27 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
-from fake_backend import FakeBackend, FakeCodec, VirtualClock, hashed, limits, refilling_limits, request
+from fake_backend import FakeBackend, FakeCodec, NextToken, VirtualClock, hashed, limits, refilling_limits, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyvllm_cli.engine import prefix
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.engine.sampling import request_seed, sample_seed, slot_options
-from tinyvllm_cli.types import Completion, Delta, Event, Limits, Request
+from tinyvllm_cli.types import Completion, Delta, Event, Limits, Request, SlotOptions
 
 EOS = (2, 7)
 VOCAB = 12  # few ids, so that EOS and stop ids come often
+FAULTY = 4  # a seed with which some rows give no finite logits
+
+
+def model() -> NextToken:
+    plain = hashed(VOCAB)
+
+    def next_token(history: tuple[int, ...], options: SlotOptions) -> int:
+        return -1 if options.seed == FAULTY and sum(history) % 7 == 0 else plain(history, options)
+
+    return next_token
 
 
 @dataclass
@@ -36,9 +46,9 @@ def alone(req: Request, lim: Limits) -> tuple[object, ...] | str:
     options = slot_options(req, len(prompt), run_seed=0, eos_token_ids=EOS)
     tokens = list(prompt)
     while len(tokens) < max_len:
-        token = hashed(VOCAB)(tuple(tokens), options)
-        if token == -2:
-            return "invalid_value"
+        token = model()(tuple(tokens), options)
+        if token < 0:
+            return "nan_logits" if token == -1 else "invalid_value"
         tokens.append(token)
         made = tuple(tokens[len(prompt) :])
         if token in params.stop_token_ids:
@@ -61,7 +71,7 @@ def samples(req: Request, lim: Limits) -> list[tuple[object, ...]] | str:
 
 def run(arrivals: list[Arrival], lim: Limits, *, prefix_cache: bool = True) -> tuple[list[Event], FakeBackend, Engine]:
     clock = VirtualClock()
-    backend = FakeBackend(lim, hashed(VOCAB), clock)
+    backend = FakeBackend(lim, model(), clock)
     engine = Engine(backend, FakeCodec(clock), eos_token_ids=EOS, clock=clock, prefix_cache=prefix_cache)
     backend.owners = engine._batcher.memory.pool.owners
     events: list[Event] = []
@@ -104,14 +114,15 @@ any_limits = st.builds(
 
 
 @st.composite
-def any_arrivals(draw: st.DrawFn, aborts: bool = True) -> list[Arrival]:
+def any_arrivals(draw: st.DrawFn, aborts: bool = True, faults: bool = False) -> list[Arrival]:
     arrivals = []
     for i in range(draw(st.integers(1, 10))):
         prompt = draw(st.lists(st.integers(0, VOCAB - 1), max_size=26))
         if arrivals and draw(st.booleans()):  # a prefix of another prompt, or all of it
             other = draw(st.sampled_from(arrivals)).request.prompt_token_ids
             prompt = [*other[: draw(st.integers(0, len(other)))], *prompt[: draw(st.integers(0, 3))]]
-        stops = draw(st.sampled_from([(), (3,), (2, 9), tuple(range(VOCAB))]))
+        seed = draw(st.integers(0, FAULTY if faults else FAULTY - 1))
+        stops = draw(st.sampled_from([(), (3,), (2, 9), *([tuple(range(VOCAB))] if seed != FAULTY else [])]))
         req = request(
             i,
             prompt,
@@ -120,7 +131,7 @@ def any_arrivals(draw: st.DrawFn, aborts: bool = True) -> list[Arrival]:
             ignore_eos=draw(st.booleans()),
             n=draw(st.sampled_from([1, 1, 2, 3, 7])),
             stop_token_ids=stops,
-            seed=draw(st.integers(0, 3)),
+            seed=seed,
         )
         abort_after = draw(st.none() | st.integers(0, 12)) if aborts else None
         arrivals.append(Arrival(req, draw(st.integers(0, 8)), abort_after))
@@ -142,7 +153,7 @@ def one_key_for_all(holds: bool) -> Iterator[None]:
 
 
 @settings(max_examples=500)
-@given(any_arrivals(), any_limits, st.booleans(), st.booleans())
+@given(any_arrivals(faults=True), any_limits, st.booleans(), st.booleans())
 def test_every_request_gets_what_it_gets_alone(
     arrivals: list[Arrival], lim: Limits, prefix_cache: bool, all_collide: bool
 ):

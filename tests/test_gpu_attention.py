@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 def machine(heads: Heads) -> Machine:
     import cupy
 
-    device = gpu_tools.open_device(heads.dtype, heads.head_dim)
+    device = gpu_tools.open_device(heads.dtype, heads.head_dim, heads.kv_dtype)
 
     def get(array):
         cupy.cuda.runtime.deviceSynchronize()
@@ -43,3 +43,19 @@ def test_a_row_has_the_same_bits_in_any_step(heads):
 def test_few_rows_have_the_bits_of_a_prompt(query, kv, head_dim, dtype):
     heads = Heads(query, kv, head_dim, dtype)
     check_few_rows(machine(heads), heads, gpu_tools.assert_same_bits)
+
+
+@pytest.mark.parametrize("dtype", gpu_tools.DTYPES)
+@pytest.mark.parametrize(
+    ("query", "kv", "head_dim"),
+    [(8, 2, 64), (3, 1, 80), (8, 1, 128), (4, 2, 160), (2, 1, 256), (16, 1, 16), (5, 1, 32)],
+)
+def test_over_an_fp8_cache(query, kv, head_dim, dtype):
+    heads = Heads(query, kv, head_dim, dtype, "fp8")
+    check_close(machine(heads), heads, gpu_tools.assert_close)
+    check_few_rows(machine(heads), heads, gpu_tools.assert_same_bits)
+
+
+@pytest.mark.parametrize("heads", [Heads(8, 2, 64, kv_dtype="fp8"), Heads(4, 1, 128, "float16", "fp8")])
+def test_rows_over_an_fp8_cache_have_the_same_bits_in_any_step(heads):
+    check_same_bits(machine(heads), heads, gpu_tools.assert_same_bits, length=1050)

@@ -11,7 +11,8 @@ from tinyvllm_cli.backends.gpu import ops as gpu_ops
 PACKAGE = Path(__file__).parent.parent / "tinyvllm_cli"
 WORDS = {"types", "errors", "config", "__init__"}  # what everybody may use
 NEUTRAL = {  # of the device
-    *("backends.base", "backends.machine", "backends.pool", "backends.row_layout", "backends.timing", "philox")
+    *("backends.base", "backends.fp8", "backends.machine", "backends.pool", "backends.row_layout", "backends.timing"),
+    "philox",
 }
 ALLOWED = {
     "types": {"errors"},
@@ -23,6 +24,7 @@ ALLOWED = {
     "philox": set(),
     "backends.base": set(),
     "backends.choose": {"model", "backends.cpu", "backends.gpu", *NEUTRAL},
+    "backends.fp8": set(),
     "backends.machine": set(),
     "backends.pool": set(),
     "backends.row_layout": set(),

@@ -60,10 +60,12 @@ def test_show_says_what_a_folder_holds(tmp_path):
     assert shown["suggests"] == "temperature 0.6, top_p 0.9"
     (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_k": -1}')  # no word on do_sample
     assert fields(run("show", str(folder)))["suggests"] == "temperature 0.7"
-    on_cpu, on_gpu = (
-        3 * 2 * np.zeros((2, 16), dtype).nbytes for dtype in (np.float32, np.float16)
-    )  # K and V, 3 layers
-    assert shown["KV cache"] == f"{on_cpu} bytes a token on the CPU (float32), {on_gpu} on a GPU (16 bits)"
+    head = [("codes", np.uint8, 16), ("scale", np.float16)]  # in FP8
+    on_cpu, on_gpu, in_fp8 = (  # K and V, 3 layers
+        3 * 2 * np.zeros(shape, dtype).nbytes for shape, dtype in (((2, 16), "f4"), ((2, 16), "f2"), (2, head))
+    )
+    gpu = f"{on_gpu} on a GPU (16 bits), {in_fp8} there with --kv-dtype fp8"
+    assert shown["KV cache"] == f"{on_cpu} bytes a token on the CPU (float32), {gpu}"
     assert "bfloat16" in shown["weights"]
 
 

@@ -338,7 +338,7 @@ def test_consecutive_blocks_are_read_where_they_lie():
     assert isinstance(blocks[1], int)
     assert np.array_equal(blocks[2], [9, 8])
     cache = KVCache(CONFIG, BLOCKS)
-    assert np.shares_memory(cache.read(1, 4, 41), cache.blocks)
+    assert np.shares_memory(cache.read(1, 0, 4, 41), cache.blocks)
 
 
 def test_the_forward_needs_the_ops_that_are_declared():

@@ -1,14 +1,14 @@
 """Laws of sharing: each content is computed once, by whoever comes first, and found by all who come later."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
 import pytest
-from fake_backend import FakeBackend, FakeCodec, VirtualClock, hashed, limits, refilling_limits, request
+from fake_backend import FakeBackend, FakeCodec, NextToken, VirtualClock, hashed, limits, request
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tinyvllm_cli.engine.batcher import Batcher, Plan
+from tinyvllm_cli.engine.batcher import Batcher
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.types import Completion, Limits, Sequence, SlotOptions
 
@@ -16,15 +16,15 @@ from tinyvllm_cli.types import Completion, Limits, Sequence, SlotOptions
 class World:
     """An engine over a fake backend, and what it has told."""
 
-    def __init__(self, lim: Limits, *, prefix_cache: bool = True) -> None:
+    def __init__(self, lim: Limits, next_token: NextToken | None = None, *, prefix_cache: bool = True) -> None:
         clock = VirtualClock()
-        self.backend = FakeBackend(lim, hashed(lim.vocab_size), clock)
+        self.backend = FakeBackend(lim, next_token or hashed(lim.vocab_size), clock)
         self.engine = Engine(self.backend, FakeCodec(clock), eos_token_ids=(), clock=clock, prefix_cache=prefix_cache)
         self.backend.owners = self.engine._batcher.memory.pool.owners
         self.done: dict[int, Completion] = {}
 
-    def add(self, i: int, prompt: Seq[int], max_tokens: int = 1) -> None:
-        self.engine.add(request(i, list(prompt), max_tokens=max_tokens, seed=0))
+    def add(self, i: int, prompt: Seq[int], max_tokens: int = 1, **params: object) -> None:
+        self.engine.add(request(i, list(prompt), **{"max_tokens": max_tokens, "seed": 0} | params))
 
     def step(self) -> None:
         events = self.engine.step()
@@ -94,6 +94,22 @@ def test_the_same_32_tokens_three_times_at_once(budget: int, ahead: int):
     # The second block is copied, for its last row is written again.
     assert world.answer(0) == world.answer(1) == world.answer(2)
     assert world.engine.stats.peak_blocks == 2 + 2 + 3 and world.engine.stats.peak_shared_blocks == 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+@pytest.mark.parametrize("prompt_len", [15, 16, 17, 31, 32, 33])
+def test_prompts_that_end_at_a_block_s_border(prompt_len: int, max_tokens: int):
+    """Three at once, and one that comes when all of it is cached."""
+    world = World(limits(block_size=16, max_batch_tokens=64, max_in_flight=2))
+    for i in range(3):
+        world.add(i, range(prompt_len), max_tokens)
+    world.finish()
+    world.add(3, range(prompt_len), max_tokens)
+    world.finish()
+    found = min(prompt_len // 16 * 16, prompt_len - 1)
+    assert [world.cached(i) for i in range(4)] == [0, found, found, found]
+    assert world.rows == prompt_len + 3 * (prompt_len - found) + 4 * (max_tokens - 1)
+    assert sum(map(len, world.backend.copied)) == (0 if prompt_len % 16 else 3)
 
 
 def test_a_second_turn_finds_the_first_one_s_answer():
@@ -185,6 +201,36 @@ def test_what_an_aborted_owner_leaves_is_not_for_a_younger_one():
     assert world.rows == 16 + 15 + 4
 
 
+def test_nobody_waits_for_one_that_has_a_copy_of_what_was_evicted():
+    """1 goes on behind a copy of the block that 0 left; 2 takes that block; 3 computes it again beside 1."""
+    world = World(limits(block_size=4, num_blocks=1 + 6, max_batch_tokens=32))
+    world.add(0, [0] * 4)
+    world.finish()
+    world.add(1, [0] * 4, 5)
+    world.step()
+    world.step()
+    world.add(2, range(1, 17))
+    world.step()
+    assert world.engine.stats.evictions == 1
+    world.add(3, [0] * 4)
+    world.step()
+    assert world.done.keys() == {0, 2, 3} and world.cached(3) == 0
+    world.finish()
+    assert world.cached(1) == 3 and world.answer(3) == world.answer(0)
+
+
+def test_who_waits_for_the_last_block_of_one_that_is_computed_again_does_not_wait_for_its_end():
+    """All but the last row of its eight tokens fit into a step, and the next one computes that row and draws."""
+    batcher = Batcher(limits(block_size=4, max_batch_tokens=7, max_slots=2))
+    again, other = (Sequence(request(i, [5] * 5), [5] * 8, 5, 20, SlotOptions()) for i in range(2))
+    again.num_sampled = 3  # before it was preempted
+    other.prompt_len = 8
+    batcher.add(again)
+    batcher.add(other)
+    plans = [batcher.plan() for _ in range(3)]
+    assert [plan and plan.sampled for plan in plans] == [[], [again], [again, other]]
+
+
 # ---------------------------------------------------------------- eviction, against a model of it
 
 
@@ -220,8 +266,6 @@ class Model:
             self.take(-(-len(prompt) // size) - found // size)
         self.take(-(-len(text) // size) - self.held)
         self.held = 0
-        if copied and tuple(prompt) not in self.cached:  # what follows the copy would not be found
-            text = text[: len(prompt) - size]
         for end in range(len(text) // size * size, 0, -size):
             self.cached.setdefault(tuple(text[:end]))
         return tokens
@@ -236,7 +280,7 @@ class Model:
     st.sampled_from([1, 2, 4]),
 )
 @example(
-    # The third one's copy outlives its source: what follows it must not keep the second one's block from staying.
+    # The third one's copy outlives its source, in whose place it is found from then on.
     turns=[([0] * 4, 1), ([1] * 4, 1), ([0] * 4, 6), ([0, 1] * 5, 1), ([1] * 4, 1)], num_blocks=4, size=4
 )  # fmt: skip
 def test_hits_are_those_of_a_least_recently_used_cache(turns, num_blocks: int, size: int):
@@ -247,95 +291,3 @@ def test_hits_are_those_of_a_least_recently_used_cache(turns, num_blocks: int, s
             world.add(i, prompt, max_tokens)
             world.finish()
             assert world.cached(i) == model.answer(prompt, world.answer(i)), (i, prompt)
-
-
-# ---------------------------------------------------------------- admission, against a search of all tables
-
-
-def demand(s: Sequence, size: int) -> int:
-    """Blocks that it lacks for all it knows and, where it may go on, for a block more."""
-    known, longest = s.prompt_len + s.num_sampled, s.max_len - 1
-    return min(-(-known // size) + 1, -(-longest // size)) - len(s.block_table)
-
-
-def fits(s: Sequence, running: dict[Sequence, int], lim: Limits, *, copies: bool) -> bool:
-    """Whether a sequence fits beside those that run, each with the number of tokens that it knew when it began.
-
-    What they have computed of that, it shares; copies: also the last block where it ends with those tokens, which may
-    be a copy, and what is found then is its source.
-    """
-    size = lim.block_size
-    texts = {
-        tuple(other.token_ids[:end])
-        for other, began in running.items()
-        for end in range(size, min(other.num_computed, began if copies else began - 1) + 1, size)
-    }
-    shared = 0
-    while (shared + 1) * size < len(s.token_ids) and tuple(s.token_ids[: (shared + 1) * size]) in texts:
-        shared += 1
-    owned = {block for other in running for block in other.block_table}
-    promised = sum(demand(other, size) for other in running if other.prompt_len + other.num_sampled < other.max_len)
-    return demand(s, size) - shared + promised <= lim.num_blocks - 1 - len(owned)
-
-
-small = st.builds(
-    refilling_limits,
-    max_batch_tokens=st.integers(1, 12),
-    max_slots=st.integers(1, 5),
-    refill_slots=st.integers(1, 3),
-    max_seq_len=st.just(20),
-    block_size=st.sampled_from([1, 2, 4]),
-    num_blocks=st.integers(21, 40),
-)
-shapes = st.lists(
-    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=12), st.integers(1, 8)), min_size=1, max_size=12
-)
-
-
-@settings(max_examples=300)
-@given(small, shapes, st.integers(1, 3))
-@example(
-    # A block that one is to copy is evicted in the plan that admits another with the same prompt.
-    lim=limits(max_batch_tokens=1, max_seq_len=20, block_size=1, num_blocks=37),
-    shapes=[([0], 1), ([0], 7), ([1], 5), ([1] + [0] * 7, 8), ([1, 0, 1] + [0] * 5, 3), *[([0], 1), ([0], 3)] * 2],
-    ahead=3,
-)  # fmt: skip
-def test_admissions_are_those_of_a_search_of_all_tables(lim: Limits, shapes, ahead: int):
-    """The head of the queue gets a slot if it fits, and only then; where blocks run out, the youngest leave."""
-    batcher = Batcher(lim)
-    for i, (ids, max_tokens) in enumerate(shapes):
-        batcher.add(Sequence(request(i, ids), list(ids), len(ids), len(ids) + max_tokens, SlotOptions()))
-    began: dict[Sequence, int] = {}
-    has_room, asked = batcher.memory.has_room, []
-
-    def compared(s: Sequence, promised: int) -> bool:
-        began.update({other: len(other.token_ids) for other in batcher.running if other not in began})
-        found = has_room(s, promised)
-        running = {other: began[other] for other in batcher.running}
-        assert fits(s, running, lim, copies=False) <= found <= fits(s, running, lim, copies=True)
-        asked.append((s, found))
-        return found
-
-    batcher.memory.has_room = compared  # type: ignore[method-assign]
-    in_flight: deque[Plan] = deque()
-    while batcher.waiting or batcher.running:
-        before = list(batcher.running)
-        plan = batcher.plan()
-        batcher.check()
-        admitted = plan.admitted if plan else []
-        assert admitted == [s for s, found in asked if found] and all(found for _, found in asked[:-1])
-        asked.clear()
-        stayed = before[: len(batcher.running) - len(admitted)]
-        assert batcher.running == stayed + admitted, "only the youngest leave"
-        for s in set(before) - set(stayed):
-            began.pop(s)
-        began.update({s: len(s.token_ids) for s in admitted})
-        if plan is not None:
-            in_flight.append(plan)
-        if plan is None or len(in_flight) == ahead:
-            for s in in_flight.popleft().sampled:
-                s.token_ids.append(len(s.token_ids) % 2)
-                if len(s.token_ids) == s.max_len:
-                    batcher.finish(s)
-                    began.pop(s, None)
-            batcher.check()

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from random import Random
 
-from fake_backend import FakeBackend, FakeCodec, VirtualClock, hashed, refilling_limits, request
-from test_engine_laws import EOS, VOCAB, alone, samples
+from fake_backend import FakeBackend, FakeCodec, VirtualClock, refilling_limits, request
+from test_engine_laws import EOS, FAULTY, VOCAB, alone, model, samples
 
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.types import Completion, Limits, Request
@@ -43,7 +43,9 @@ def requests(rng: Random, lim: Limits) -> Iterator[Request]:
         prompt = [*text[:cut], *(rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 3, lim.block_size])))]
         prompt = prompt[: lim.max_seq_len + 1] or [1]
         params = {"max_tokens": rng.choice([1, 5, 30, 60]), "ignore_eos": rng.random() < 0.7}
-        req = request(i, prompt, n=rng.choice([1] * 6 + [2, MOST]), seed=rng.choice([0, 0, 1]), **params)
+        req = request(
+            i, prompt, n=rng.choice([1] * 6 + [2, MOST]), seed=rng.choice([0] * 6 + [1] * 4 + [FAULTY]), **params
+        )
         outcome = alone(req, lim)
         texts.append([*prompt, *(outcome[0] if isinstance(outcome, tuple) and outcome else ())])  # type: ignore[misc]
         yield req
@@ -52,7 +54,7 @@ def requests(rng: Random, lim: Limits) -> Iterator[Request]:
 def run_world(rng: Random, seen: Counter[str]) -> None:
     lim = a_world(rng)
     clock = VirtualClock()
-    backend = FakeBackend(lim, hashed(VOCAB), clock)
+    backend = FakeBackend(lim, model(), clock)
     engine = Engine(backend, FakeCodec(clock), eos_token_ids=EOS, clock=clock, prefix_cache=rng.random() < 0.85)
     backend.owners = engine._batcher.memory.pool.owners
     source, under_way = requests(rng, lim), {}

@@ -160,6 +160,8 @@ def test_256_samples_hold_a_prompt_s_full_blocks_once():
     (pairs,) = world.backend.copied
     assert len({source for source, _ in pairs}) == 1 and len({target for _, target in pairs}) == len(pairs) == 255
     assert world.rows == 1530 + 256 * 3
+    # The end of the prompt's last block once, then 255 copies of it too, of which each step writes a position.
+    assert world.engine.stats.unwritten_steps == 6 + 256 * (5 + 4 + 3)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -259,6 +261,23 @@ def test_one_that_leaves_as_it_parts_leaves_no_copy_behind():
     plan = batcher.plan()
     assert plan is not None and batcher.preemptions == 1
     assert plan.sampled == [older, sequences[0]] and not plan.copies
+
+
+def test_those_that_wait_in_their_slots_give_no_blocks_back():
+    """Two that decode take the blocks that a prompt of ten tokens still needs, of which each step computes one."""
+    batcher = Batcher(limits(block_size=1, max_batch_tokens=3, max_slots=5, num_blocks=1 + 20))
+    older = [Sequence(request(i, [9 + i]), [9 + i], 1, 20, SlotOptions()) for i in range(2)]
+    req = request(2, range(10), n=3)
+    samples = [Sequence(req, list(range(10)), 10, 12, SlotOptions(), index=i) for i in range(3)]
+    for sequence in (*older, *samples):
+        batcher.add(sequence)
+    for plan in iter(batcher.plan, None):
+        for sequence in plan.sampled:
+            sequence.token_ids.append(5)
+        if samples[0] in batcher.waiting:
+            break
+    assert list(batcher.waiting) == samples and batcher.running == older
+    assert batcher.preemptions == 1 and [sequence.num_preempted for sequence in samples] == [1, 0, 0]
 
 
 def test_nobody_is_admitted_to_what_is_promised_to_those_that_wait_for_the_prompt():

@@ -10,6 +10,7 @@ from tinyvllm_cli.errors import UsageError
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 AskedDtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtypeName = Literal["auto", "fp8"]
 BLOCK_SIZE = 16  # tokens of a KV block
 GPU_MEMORY = 0.9  # of what is free on a GPU: room for what others start meanwhile
 DEFAULT_MODEL = "smollm2-135m-instruct"  # a name of model/catalogue.py
@@ -53,11 +54,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What is asked of an engine. Nothing here changes an answer, except dtype, and max_model_len where it cuts one."""
+    """What is asked of an engine. Answers change with dtype and kv_dtype, and where max_model_len cuts one."""
 
     slots: int | None = None  # requests at once; None: what suits the backend (backends/choose.py)
     max_batch_tokens: int | None = None  # rows of a step; None: the same
     dtype: AskedDtype = "auto"
+    kv_dtype: KVDtypeName = "auto"  # of K and V in the cache; auto: as activations; fp8: backends/fp8.py
     max_model_len: int | None = None  # None: the model's, or what fits
     threads: int | None = None  # of the CPU backend; None: the CPUs this process may use
     gpu_memory: float | int = GPU_MEMORY  # of a GPU: a share of what is free, or bytes where it is an int

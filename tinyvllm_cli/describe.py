@@ -50,9 +50,11 @@ def _attention(config: ModelConfig) -> str:
 
 
 def _kv_cache(config: ModelConfig) -> str:
-    """Bytes of K and V that one token of a sequence keeps, over all layers."""
-    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return f"{4 * numbers} bytes a token on the CPU (float32), {2 * numbers} on a GPU (16 bits)"
+    """Bytes of K and V that one token of a sequence keeps, over all layers; in FP8 each head has a scale of 16 bits."""
+    heads = 2 * config.num_layers * config.num_kv_heads
+    numbers = heads * config.head_dim
+    gpu = f"{2 * numbers} on a GPU (16 bits), {numbers + 2 * heads} there with --kv-dtype fp8"
+    return f"{4 * numbers} bytes a token on the CPU (float32), {gpu}"
 
 
 def _weights(checkpoint: Checkpoint) -> str:

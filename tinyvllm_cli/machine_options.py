@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinyvllm_cli.backends.choose import BackendName
-from tinyvllm_cli.config import GPU_MEMORY, AskedDtype, EngineOptions
+from tinyvllm_cli.config import GPU_MEMORY, AskedDtype, EngineOptions, KVDtypeName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,7 @@ class MachineOptions:
     gpu_memory: float | int = GPU_MEMORY
     slots: int | None = None
     max_model_len: int | None = None
+    kv_dtype: KVDtypeName = "auto"
     no_prefix_cache: bool = False
     threads: int | None = None
 
@@ -24,6 +25,7 @@ class MachineOptions:
         return EngineOptions(
             slots=self.slots,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             max_model_len=self.max_model_len,
             threads=self.threads,
             gpu_memory=self.gpu_memory,

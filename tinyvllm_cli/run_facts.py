@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli import __version__
 from tinyvllm_cli.backends.machine import available_cpus
+from tinyvllm_cli.config import KVDtypeName
 from tinyvllm_cli.io.fields import shown
 from tinyvllm_cli.io.prompts import Defaults
 from tinyvllm_cli.io.scan import Scan
 from tinyvllm_cli.io.source import Source
-from tinyvllm_cli.types import GREEDY_BELOW, SamplingParams
+from tinyvllm_cli.types import GREEDY_BELOW, BackendFacts, SamplingParams
 
 if TYPE_CHECKING:
     from tinyvllm_cli.load import LoadedModel
@@ -73,7 +74,7 @@ def model_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
             "format": checkpoint.format,
             "quantization": checkpoint.quantization,
         },
-        "backend": {"name": device.name, "device": device.device, "dtype": device.dtype, **device.details},
+        "backend": backend_facts(device),
         "engine": asdict(loaded.config),
         "limits": asdict(limits),
         "answers": asdict(defaults.params),
@@ -90,14 +91,25 @@ def model_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
     return facts
 
 
+def backend_facts(facts: BackendFacts) -> dict[str, Any]:
+    """What computes, flat: name, device, dtype, bytes of K and V a token, and what the backend says of itself."""
+    return {name: value for name, value in asdict(facts).items() if name != "details"} | dict(facts.details)
+
+
 def model_line(loaded: LoadedModel) -> str:
     checkpoint, limits, facts = loaded.checkpoint, loaded.backend.limits, loaded.backend.facts
     commit = f", commit {loaded.files.commit[:12]}" if loaded.files.commit else ""
     stored = checkpoint.quantization or checkpoint.config.dtype
     return (
         f"model:   {loaded.files.name}{commit}, {checkpoint.config.architecture}, {stored} weights as {facts.dtype} on"
-        f" the {facts.device}, {limits.max_slots} slots, context {limits.max_seq_len}, loaded in {loaded.load_s:.1f} s"
+        f" the {facts.device}{kv_note(loaded.config.kv_dtype)}, {limits.max_slots} slots,"
+        f" context {limits.max_seq_len}, loaded in {loaded.load_s:.1f} s"
     )
+
+
+def kv_note(kv_dtype: KVDtypeName) -> str:
+    """What a line about a model says of its KV cache, after what it says of the weights."""
+    return ", K and V in FP8" if kv_dtype == "fp8" else ""
 
 
 def prompts_line(loaded: LoadedModel, source: Source, scan: Scan | None, *, raw: bool) -> str:

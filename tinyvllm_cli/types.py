@@ -14,6 +14,7 @@ from tinyvllm_cli.errors import FailureType
 
 I32: TypeAlias = npt.NDArray[np.int32]
 F32: TypeAlias = npt.NDArray[np.float32]
+U8: TypeAlias = npt.NDArray[np.uint8]
 
 DEFAULT_MAX_TOKENS = 512
 MAX_SAMPLES = 1024  # of one request
@@ -169,6 +170,7 @@ class BackendFacts:
     name: Literal["cpu", "gpu"]
     device: str  # as people call it: "CPU", "NVIDIA H200"
     dtype: DtypeName  # of the weights as they are held
+    kv_bytes_per_token: int  # of K and V of one token, over all layers, as they are held
     details: Mapping[str, str | int] = field(default_factory=dict)  # versions of driver and libraries, planned bytes
 
 

@@ -390,6 +390,13 @@ inline u64 __double2ull_ru(double f) {
 inline double __ull2double_rn(u64 i) {
     return (double)i;
 }
+// PTX ISA, "prmt": bytes of x and then of y, by the digits of `selector`.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    u64 bytes = (u64)y << 32 | x;
+    unsigned picked = 0;
+    for (int i = 0; i < 4; i++) picked |= (unsigned)(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return picked;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) {
     return (unsigned)((u64)a * b >> 32);
 }
@@ -488,6 +495,23 @@ inline void wait_for_copies() {
         }
 }
 
+inline uint4 load_shared(u32 address) {
+    uint4 v;
+    memcpy(&v, at_shared(address, 16), 16);
+    return v;
+}
+inline u32 load_shared_word(u32 address) {
+    u32 word;
+    memcpy(&word, at_shared(address, 4), 4);
+    return word;
+}
+inline void store_shared(u32 address, unsigned short v) {
+    memcpy(at_shared(address, 2), &v, 2);
+}
+inline void store_shared(u32 address, uint4 v) {
+    memcpy(at_shared(address, 16), &v, 16);
+}
+
 static u32 matrix_word(u64 (*lanes)[8], int matrix, int row, int column) {
     elem e;
     memcpy(&e, at_shared((u32)lanes[matrix * 8 + row][0] + column * 2, 2), 2);
@@ -499,18 +523,41 @@ static void load_matrices(u32 (&r)[4], u32 address) {
     for (int i = 0; i < 4; i++)
         r[i] = matrix_word(lanes, i, row, column) | matrix_word(lanes, i, row, column + 1) << 16;
 }
-static void load_matrices_transposed(u32 (&r)[4], u32 address) {
+template <int N>
+static void load_matrices_transposed(u32 (&r)[N], u32 address) {
     auto* lanes = gather(&address, 1);
     int column = lane_id() / 4, row = lane_id() % 4 * 2;
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < N; i++)
         r[i] = matrix_word(lanes, i, row, column) | matrix_word(lanes, i, row + 1, column) << 16;
 }
 
-static float half_of(u32 pair, int which) {
+static float element_of(u32 pair, int which) {
     return to_float((elem)(pair >> 16 * which));
 }
+static float half_of(u32 pair, int which) {
+    return (float)taken<_Float16>(pair >> 16 * which & 0xffff);
+}
+inline u32 pack_halves(float lo, float hi) {
+    _Float16 pair[2] = {(_Float16)lo, (_Float16)hi};
+    u32 bits;
+    memcpy(&bits, pair, 4);
+    return bits;
+}
+// PTX ISA, "cvt": e4m3 has 4 bits of exponent, which count from 7, and 3 of mantissa; 0x7f is NaN.
+inline float e4m3_of(u32 code) {
+    int exponent = code >> 3 & 15, mantissa = code & 7;
+    float x = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    if ((code & 0x7f) == 0x7f) x = NAN;
+    return code & 0x80 ? -x : x;
+}
+inline void halves_of(u32& first, u32& second, u32 codes) {
+    first = pack_halves(e4m3_of(codes & 0xff), e4m3_of(codes >> 8 & 0xff));
+    second = pack_halves(e4m3_of(codes >> 16 & 0xff), e4m3_of(codes >> 24));
+}
+
 // PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type": who holds which element of a and b.
-static void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+template <typename ValueOf>
+static void multiply_add_values(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, ValueOf value_of) {
     u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
     auto* lanes = gather(own, 6);
     for (int j = 0; j < 4; j++) {
@@ -519,8 +566,14 @@ static void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         for (int k = 0; k < 16; k++) {
             u32 left = (u32)lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
             u32 right = (u32)lanes[column * 4 + k % 8 / 2][4 + k / 8];
-            sum = fmaf(half_of(left, k % 2), half_of(right, k % 2), sum);
+            sum = fmaf(value_of(left, k % 2), value_of(right, k % 2), sum);
         }
         c[j] = sum;
     }
+}
+static void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    multiply_add_values(c, a, b0, b1, element_of);
+}
+static void multiply_add_halves(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    multiply_add_values(c, a, b0, b1, half_of);
 }

@@ -26,7 +26,7 @@ from tinyvllm_cli.bench.workloads import NAMED, check_workload, file_requests, n
 from tinyvllm_cli.errors import TinyvllmError, UsageError
 from tinyvllm_cli.io.said import warn
 from tinyvllm_cli.machine_options import MachineOptions
-from tinyvllm_cli.run_facts import machine_facts
+from tinyvllm_cli.run_facts import backend_facts, machine_facts
 from tinyvllm_cli.types import Request
 
 # The first key of a result, and of a trace, with the version of its form.
@@ -56,6 +56,7 @@ class BenchOptions(MachineOptions):
             "gpu-memory": memory,
             "slots": self.slots,
             "max-model-len": self.max_model_len,
+            "kv-dtype": self.kv_dtype,
             "threads": self.threads,
         }
         words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
@@ -158,7 +159,7 @@ def _subject_facts(subject: Subject, machine: Mapping[str, Any]) -> dict[str, An
     return {
         "model": {"name": subject.name, "path": None if subject.path is None else str(subject.path)},
         "config": asdict(subject.config),
-        "backend": {"name": facts.name, "device": facts.device, "dtype": facts.dtype, **threads, **facts.details},
+        "backend": backend_facts(facts) | threads,
         "engine": asdict(subject.engine),
         "limits": asdict(subject.backend.limits),
     }

@@ -47,13 +47,13 @@ class _Costs:
     pair_flops: int  # of a query row and a token that it attends to, over all layers
 
     @classmethod
-    def of(cls, c: ModelConfig, elem_bytes: int) -> _Costs:
+    def of(cls, c: ModelConfig, elem_bytes: int, token_bytes: int) -> _Costs:
         heads = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         body, head = c.num_layers * c.hidden_size * (heads + 3 * c.intermediate_size), c.vocab_size * c.hidden_size
         return cls(
             body=body,
             head=head,
-            token_bytes=elem_bytes * c.num_layers * 2 * c.num_kv_heads * c.head_dim,
+            token_bytes=token_bytes,
             weight_bytes=elem_bytes * (body + head),
             pair_flops=4 * c.num_layers * c.num_heads * c.head_dim,
         )
@@ -64,14 +64,15 @@ def compute_limit(
     lengths: Sequence[tuple[int, int]],
     *,
     elem_bytes: int,
+    token_bytes: int,
     slots: int,
     rates: Rates,
     shared: int = 0,
 ) -> Limit:
-    """lengths: (prompt tokens, output tokens) of each request in its order; elem_bytes: of a weight, and of an element
-    of K and V; shared: tokens that every prompt begins with.
+    """lengths: (prompt tokens, output tokens) of each request in its order; elem_bytes: of a weight; token_bytes: of K
+    and V of one token, over all layers, as they are held; shared: tokens that every prompt begins with.
     """
-    costs = _Costs.of(config, elem_bytes)
+    costs = _Costs.of(config, elem_bytes, token_bytes)
     queue = deque((prompt, output) for prompt, output in lengths if output)
     context = np.zeros(slots, np.int64)  # tokens of a slot whose K and V are in place
     left = np.zeros(slots, np.int64)  # tokens that it is still to give

@@ -17,7 +17,7 @@ from tinyvllm_cli.bench.workloads import NAMED, Lengths, shared_tokens
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.types import Request
 
-ELEM_BYTES = {"cpu": 4, "gpu": 2}  # of a weight, and of an element of K and V
+ELEM_BYTES = {"cpu": 4, "gpu": 2}  # of a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ def _limit(subject: Subject, lengths: Lengths, rates: Rates) -> Limit:
         subject.config,
         list(zip(lengths.prompts, lengths.outputs, strict=True)),
         elem_bytes=ELEM_BYTES[subject.backend.facts.name],
+        token_bytes=subject.backend.facts.kv_bytes_per_token,
         slots=subject.backend.limits.max_slots,
         rates=rates,
         shared=lengths.shared,

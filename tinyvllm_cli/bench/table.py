@@ -9,6 +9,7 @@ from typing import Any
 from tinyvllm_cli.errors import TinyvllmError
 from tinyvllm_cli.io.said import printable
 from tinyvllm_cli.model.storage import format_bytes
+from tinyvllm_cli.run_facts import kv_note
 
 Row = tuple[str, str, str]
 MAX_WIDTH = 10_000  # of a terminal
@@ -64,10 +65,11 @@ def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
 
 def subject_line(result: Mapping[str, Any]) -> str:
     """The model, and how it is run: of a result, or of what is known of it before anything is measured."""
-    model, backend, limits = (result[name] for name in ("model", "backend", "limits"))
+    model, backend, engine, limits = (result[name] for name in ("model", "backend", "engine", "limits"))
     return (
-        f"{model['name']}, {backend['dtype']} on the {backend['device']}, {_counted(limits['max_slots'], 'slot')}, "
-        f"steps of {_counted(limits['max_batch_tokens'], 'row')}, context {limits['max_seq_len']}"
+        f"{model['name']}, {backend['dtype']} on the {backend['device']}{kv_note(engine['kv_dtype'])}, "
+        f"{_counted(limits['max_slots'], 'slot')}, steps of {_counted(limits['max_batch_tokens'], 'row')}, "
+        f"context {limits['max_seq_len']}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from tinyvllm_cli.backends.choose import BackendName, engine_defaults
-from tinyvllm_cli.config import DEFAULT_MODEL, GPU_MEMORY, AskedDtype
+from tinyvllm_cli.config import DEFAULT_MODEL, GPU_MEMORY, AskedDtype, KVDtypeName
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -223,6 +223,14 @@ machine_options = _group(
         type=click.IntRange(1, 2**31 - 1),
         metavar="N",
         help="Tokens of prompt and answer together at most.  [default: the model's, or what fits]",
+    ),
+    _option(
+        "--kv-dtype",
+        type=click.Choice(get_args(KVDtypeName)),
+        default="auto",
+        show_default=True,
+        help="How K and V are held. auto is as they are computed; fp8 takes about half of that on a GPU, and changes "
+        "answers a little. The CPU rounds them in the same way and holds float32.",
     ),
     _option("--no-prefix-cache", is_flag=True, help="Compute each prompt anew, also where others begin alike."),
     _option(

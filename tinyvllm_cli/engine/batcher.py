@@ -38,8 +38,7 @@ class Batcher:
     that run can compute what they know and go on for a block.
 
     **Prefixes** that are cached are shared. A sequence whose next block another one is about to compute waits for it,
-    in its slot. It never waits for a younger one: who finds that nobody computes a block any more claims it before
-    others are admitted.
+    in its slot. It never waits for a younger one: what nobody computes any more is for the first of those that need it.
 
     **Samples** of one prompt are sequences of their own. Those that run before it is computed wait in their slots until
     one of them has computed it; then all draw from its last row and share its blocks. The block that it ends in is
@@ -98,9 +97,9 @@ class Batcher:
         self._regroup(count, chunks)
         return Plan(admitted, copies, batch, sampled)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: Sequence, *, spoilt: bool = False) -> None:
         """End a sequence wherever it stands; its tokens still in flight are to be dropped by identity. Of the sequences
-        of a request, of which none has drawn, the last one ends first.
+        of a request, of which none has drawn, the last one ends first. spoilt: nobody is to share its blocks later.
 
         Slot and blocks are free at once, although steps in flight may still touch them: whoever gets them next is
         bound, and writes, in later calls, which take effect after those steps (the seam's contract, line 4).
@@ -110,6 +109,8 @@ class Batcher:
             self.waiting.remove(sequence)
         else:
             self._leave(sequence)
+        if spoilt:
+            self.memory.forget(sequence)
 
     def check(self) -> None:
         """Assert the invariants: slots have one owner each, blocks as many as count, and the counts of tokens agree."""
@@ -157,8 +158,6 @@ class Batcher:
             self._refilling = False
             return admitted
         memory = self.memory
-        for sequence in self._behind:
-            memory.prefix.reclaim(sequence)
         promised = self._decoding.promised() + sum(map(memory.demand, self._behind))
         promised += sum(map(memory.fork_demand, self._samples.waiting))
         while self.waiting and self._free_slots:
@@ -213,10 +212,11 @@ class Batcher:
 
     def _preempt(self, sequence: Sequence) -> None:
         """It gives slot and blocks back, and is the next to get some; its tokens stay, those in flight are to land."""
+        if sequence.block_table:  # else it only waited in its slot
+            sequence.num_preempted += 1
+            self.preemptions += 1
         self._leave(sequence)
         sequence.num_computed = 0
-        sequence.num_preempted += 1
-        self.preemptions += 1
         self.waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -275,7 +275,7 @@ class Batcher:
         through = []
         for sequence, _ in chunks:
             self.memory.prefix.enter(sequence)
-            if _decodes(sequence) or not tokens_left(sequence):
+            if sequence.num_computed == len(sequence.token_ids):  # none of which is in flight
                 through.append(sequence)
                 for other in self._samples.drew(sequence):
                     self.memory.fork(other, sequence)

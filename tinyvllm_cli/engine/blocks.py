@@ -105,6 +105,14 @@ class BlockPool:
                 self._free[block] = 1
                 self._num_free += 1
 
+    def discard(self, block: int) -> None:
+        """The content of a cached or owned block is known, and is to be shared no more."""
+        self._forget(block)
+        if not self._owners[block]:
+            del self._cached[block]
+            self._free[block] = 1
+            self._num_free += 1
+
     def check(self, owners: Mapping[int, int]) -> None:
         """Assert that each block is free, cached or owned, and by as many as `owners` says (0 where it lacks one)."""
         assert not owners.get(0) and owners.keys() <= set(range(self.num_blocks))

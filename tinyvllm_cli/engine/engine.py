@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tinyvllm_cli.backends.base import Backend, Pending
     from tinyvllm_cli.text.codec import Answer, TextCodec
 
+NAN_LOGITS = -1  # in the place of a token (StepOutput.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class _End:
@@ -44,8 +46,8 @@ class Engine:
     """Answers requests in fixed slots. Every loop (a run, a chat) is add() and step() until idle.
 
     One bad request never stops the others: its completion carries the error, also where only one of its answers went
-    wrong. What the backend raises is no request's
-    fault and leaves step(); the engine is of no use afterwards but for fail_running().
+    wrong. What the backend raises is no request's fault and leaves step(); the engine is of no use afterwards but for
+    fail_running().
     """
 
     def __init__(
@@ -202,7 +204,8 @@ class Engine:
                 continue
             request, live, end = sequence.request, self._live[sequence.request.request_id], None
             if token_id < 0:
-                events.append(self._close(_failed(request, _no_token(token_id, sequence.num_output))))
+                failed = _failed(request, _no_token(token_id, sequence.num_output))
+                events.append(self._close(failed, spoilt=token_id == NAN_LOGITS))
                 continue
             sequence.token_ids.append(token_id)
             self.stats.completion_tokens += 1
@@ -244,15 +247,15 @@ class Engine:
         # A stop string may also turn up in what was held back; where there is one, the text ends there.
         return text, end if answer.stopped_by is None else _End("stop", answer.stopped_by)
 
-    def _close(self, completion: Completion) -> Completion:
-        self._finish(self._live.pop(completion.request_id))
+    def _close(self, completion: Completion, *, spoilt: bool = False) -> Completion:
+        self._finish(self._live.pop(completion.request_id), spoilt=spoilt)
         return completion
 
-    def _finish(self, live: _Live) -> None:
-        """End what is under way of a request."""
+    def _finish(self, live: _Live, *, spoilt: bool = False) -> None:
+        """End what is under way of a request; spoilt: what was computed for it may be what went wrong."""
         for sequence in reversed(live.sequences):
             if not sequence.finished:
-                self._batcher.finish(sequence)
+                self._batcher.finish(sequence, spoilt=spoilt)
 
 
 def _choice(sequence: Sequence, answer: Answer, end: _End) -> Choice:
@@ -305,7 +308,7 @@ def _failure(error: Exception) -> Failure:
 
 def _no_token(token_id: int, num_output: int) -> Failure:
     """Why a backend could draw no token (StepOutput.token_ids)."""
-    if token_id == -1:
+    if token_id == NAN_LOGITS:
         return Failure("nan_logits", f"answer token {num_output + 1}: found NaN or infinity in the logits of the model")
     return Failure(
         "invalid_value",

@@ -28,6 +28,12 @@ class KVMemory:
         self.capacity = 0  # positions in all block tables
         self.written = 0  # of them, once every enqueued step has run
 
+    @property
+    def unwritten(self) -> int:
+        """Positions in held blocks that nothing was written to, of a block that forks share once."""
+        shared = sum(len(sequence.block_table) * self.block_size - sequence.num_computed for sequence in self.forked)
+        return self.capacity - self.written - shared
+
     def needed(self, num_tokens: int) -> int:
         """Blocks for so many tokens."""
         return ceil_div(num_tokens, self.block_size)
@@ -141,7 +147,6 @@ class KVMemory:
 
     def release(self, sequence: Sequence) -> None:
         """A sequence leaves. What it computed stays cached; the end of it is evicted before its begin."""
-        self.prefix.enter(sequence)
         self.prefix.release(sequence)
         if sequence in self.forked:
             self.forked.remove(sequence)
@@ -151,6 +156,11 @@ class KVMemory:
         self.written -= sequence.num_computed
         self.pool.free(reversed(sequence.block_table))
         sequence.block_table = []
+
+    def forget(self, sequence: Sequence) -> None:
+        """What a sequence had computed or found is not to be shared any more, nor what others computed behind it."""
+        for block in self.prefix.disown(sequence):
+            self.pool.discard(block)
 
     def check(self, running: list[Sequence]) -> None:
         """Assert that blocks, tables and counts are those of the sequences that run, in the order of admission."""

@@ -64,7 +64,7 @@ class EngineStats:
         self.peak_blocks = max(self.peak_blocks, pool.num_owned)
         self.block_steps += pool.num_owned
         self.peak_shared_blocks = max(self.peak_shared_blocks, pool.num_shared)
-        self.unwritten_steps += memory.capacity - memory.written
+        self.unwritten_steps += memory.unwritten
         self.block_size = memory.block_size
         self.preemptions, self.evictions = preemptions, pool.evictions
 

@@ -78,12 +78,12 @@ class CpuBackend:
             vocab_size=config.vocab_size,
             max_in_flight=max_in_flight,
         )
-        self._cache = KVCache(config, num_blocks)
+        self._cache = KVCache(config, num_blocks, engine.kv_dtype)
         self._rope_tables = partial(rope_tables, config.rope, config.head_dim)
         self._rope = self._rope_tables(min(FIRST_POSITIONS, max_seq_len))
         self._slots = Slots(engine.slots, max_seq_len)
         self._device = Device(engine.threads or available_cpus())
-        self._facts = BackendFacts("cpu", "CPU", engine.dtype)
+        self._facts = BackendFacts("cpu", "CPU", engine.dtype, self._cache.token_bytes)
         self._closed = False
 
     @property

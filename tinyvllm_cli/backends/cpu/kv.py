@@ -8,7 +8,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from tinyvllm_cli.config import BLOCK_SIZE, ModelConfig
+from tinyvllm_cli.backends import fp8
+from tinyvllm_cli.config import BLOCK_SIZE, KVDtypeName, ModelConfig
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.types import F32, I32
 
@@ -21,27 +22,34 @@ class KVCache:
     consecutive blocks of a sequence are a [tokens, head_dim] matrix for each head as they lie, for BLAS without a copy.
     """
 
-    def __init__(self, config: ModelConfig, num_blocks: int) -> None:
-        """Memory is taken from the system only as blocks are written. ModelError where it refuses so much."""
+    def __init__(self, config: ModelConfig, num_blocks: int, kv_dtype: KVDtypeName = "auto") -> None:
+        """Memory is taken from the system only as blocks are written. ModelError where it refuses so much.
+
+        fp8 rounds K and V as they are written; they are held in float32 all the same.
+        """
+        self.kv_dtype = kv_dtype
         shape = (config.num_layers, 2, config.num_kv_heads, num_blocks, BLOCK_SIZE, config.head_dim)
         self.blocks: F32 = _untouched(math.prod(shape)).reshape(shape)
         self.tokens: F32 = self.blocks.reshape(*shape[:3], -1, config.head_dim)
+        self.token_bytes = self.blocks.nbytes // (num_blocks * BLOCK_SIZE)  # K and V of one, over all layers
 
     def write(self, layer: int, which: int, kv_rows: I32, heads: F32) -> None:
         """Put K (which = 0) or V (1) [T, kv_heads, head_dim] at kv_rows (block * BLOCK_SIZE + offset) i32[T]."""
+        if self.kv_dtype == "fp8":
+            heads = fp8.rounded(heads)
         self.tokens[layer, which][:, kv_rows] = heads.transpose(1, 0, 2)
 
-    def read(self, layer: int, blocks: int | I32, length: int) -> F32:
-        """K and V [2, kv_heads, length, head_dim] of positions 0..length-1.
+    def read(self, layer: int, which: int, blocks: int | I32, length: int) -> F32:
+        """K (which = 0) or V (1) [kv_heads, length, head_dim] of positions 0..length-1.
 
         blocks: the first of consecutive blocks (a view is returned), or i32 of all (a copy).
         """
         if isinstance(blocks, int):
             first = blocks * BLOCK_SIZE
-            return self.tokens[layer, :, :, first : first + length]
-        picked = self.blocks[layer][:, :, blocks]
-        joined: F32 = picked.reshape(*picked.shape[:2], -1, picked.shape[-1])
-        return joined[:, :, :length]
+            return self.tokens[layer, which, :, first : first + length]
+        picked = self.blocks[layer, which][:, blocks]
+        joined: F32 = picked.reshape(len(picked), -1, picked.shape[-1])
+        return joined[:, :length]
 
     def copy(self, pairs: Seq[tuple[int, int]]) -> None:
         for source, target in pairs:

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from tinyvllm_cli.backends import fp8
 from tinyvllm_cli.backends.cpu.gemm import Device
 from tinyvllm_cli.backends.cpu.kv import KVCache
 from tinyvllm_cli.backends.cpu.rows import TILE_ROWS, Group, Rows
@@ -62,7 +63,7 @@ def qkv_rope_write(
     k_norm: F32 | None,
     rope: tuple[F32, F32],
 ) -> F32:
-    """q [T, Hq, D], rotated; K and V of the rows go into their blocks.
+    """q [T, Hq, D], rotated; K and V of the rows go into their blocks. In FP8 q and K are mixed (backends/fp8.py).
 
     x [T, H]; qkv [(Hq + 2 Hkv) D, H]; q_norm, k_norm [D]: RMSNorm of each head before the rotation (Qwen3).
     RoPE in half-split form (Su et al. 2021): (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of a head.
@@ -82,9 +83,12 @@ def qkv_rope_write(
     rotated[:, :, 0] -= pairs[:, :, 1] * sin
     rotated[:, :, 1] += pairs[:, :, 0] * sin
     rotated = rotated.reshape(len(y), -1, head_dim)
-    cache.write(layer, 0, rows.kv_rows, rotated[:, num_heads:])
-    cache.write(layer, 1, rows.kv_rows, heads[:, -num_kv_heads:])
-    return rotated[:, :num_heads]
+    q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, -num_kv_heads:]
+    if cache.kv_dtype == "fp8":
+        q, k = fp8.mixed_queries(q), fp8.mixed_keys(k)
+    cache.write(layer, 0, rows.kv_rows, k)
+    cache.write(layer, 1, rows.kv_rows, v)
+    return q
 
 
 def attention(device: Device, q: F32, cache: KVCache, rows: Rows, *, layer: int) -> F32:
@@ -103,10 +107,8 @@ def _attend(q: F32, cache: KVCache, layer: int, group: Group, h: F32) -> None:
     num_kv_heads, t = cache.tokens.shape[2], group.num_rows
     per_head = q.shape[1] // num_kv_heads
     scores = np.empty((len(group.tiles), num_kv_heads, per_head * t, group.length), np.float32)
-    values = []
     for tile, score in zip(group.tiles, scores, strict=True):
-        k, v = cache.read(layer, tile.blocks, tile.length)
-        values.append(v)
+        k = cache.read(layer, 0, tile.blocks, tile.length)
         rows = q[tile.start : tile.start + t].reshape(t, num_kv_heads, per_head, -1).transpose(1, 2, 0, 3)
         np.matmul(rows.reshape(num_kv_heads, per_head * t, -1), k.transpose(0, 2, 1), out=score[:, :, : tile.length])
         score[:, :, tile.length :] = -np.inf
@@ -115,8 +117,9 @@ def _attend(q: F32, cache: KVCache, layer: int, group: Group, h: F32) -> None:
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     inverse = 1 / scores.sum(axis=-1, keepdims=True)
-    for tile, score, v, scale in zip(group.tiles, scores, values, inverse, strict=True):
-        mixed = score[:, :, : tile.length] @ v
+    for tile, score, scale in zip(group.tiles, scores, inverse, strict=True):
+        # Read no sooner: copies of scattered blocks, held for a whole group, would cost more than all the rest.
+        mixed = score[:, :, : tile.length] @ cache.read(layer, 1, tile.blocks, tile.length)
         mixed *= scale
         target = h[tile.start : tile.start + t].reshape(t, num_kv_heads, per_head, -1)
         target[:] = mixed.reshape(num_kv_heads, per_head, t, -1).transpose(2, 0, 1, 3)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tinyvllm_cli.config import KVDtypeName
 from tinyvllm_cli.types import I32
 
 if TYPE_CHECKING:
@@ -46,24 +47,34 @@ def _column_groups(head_dim: int) -> int:
 
 
 @cache
-def prefill_shared(head_dim: int) -> int:
+def prefill_shared(head_dim: int, kv_dtype: KVDtypeName) -> int:
     """Shared memory of a block: query rows, columns of the merged partials, stages of a tile of K and one of V."""
     columns, row = head_dim // 8, _row_bytes(head_dim)
     kept = columns if head_dim <= 64 else columns - 3 if head_dim <= 128 else 0
-    stages = 2 if head_dim <= 64 else 1
-    return prefill_rows(head_dim) * row + kept * PREFILL_WARPS * WARP * 16 + stages * 2 * TILE_KEYS * row
+    stages, tile = 2 if head_dim <= 64 else 1, TILE_KEYS * row + _scales_bytes(kv_dtype)
+    return prefill_rows(head_dim) * row + kept * PREFILL_WARPS * WARP * 16 + stages * 2 * tile
 
 
 @cache
-def decode_shared(head_dim: int) -> int:
+def decode_shared(head_dim: int, kv_dtype: KVDtypeName) -> int:
     """Shared memory of a block: weights of each tile, sums and greatest scores, then tiles of K, or of V."""
-    exchange = DECODE_WARPS * (MMA_ROWS * TILE_KEYS * 2 + WARP * 8 + MMA_ROWS * 4)
-    tiles = DECODE_WARPS if head_dim <= 128 else 2
-    return exchange + tiles * TILE_KEYS * _row_bytes(head_dim)
+    exchange = DECODE_WARPS * (MMA_ROWS * TILE_KEYS * 2 + WARP * 8 + MMA_ROWS * 4 + 2 * _scales_bytes(kv_dtype))
+    if kv_dtype == "fp8":
+        return exchange + DECODE_WARPS * TILE_KEYS * _code_row_bytes(head_dim)
+    return exchange + (DECODE_WARPS if head_dim <= 128 else 2) * TILE_KEYS * _row_bytes(head_dim)
 
 
 def _row_bytes(head_dim: int) -> int:
     return 2 * head_dim + (16 if head_dim % 64 else 0)
+
+
+def _code_row_bytes(head_dim: int) -> int:
+    pieces = head_dim // 16
+    return 16 * (pieces if pieces & (pieces - 1) == 0 else pieces | 1)
+
+
+def _scales_bytes(kv_dtype: KVDtypeName) -> int:
+    return TILE_KEYS * 2 if kv_dtype == "fp8" else 0
 
 
 def partial_places(max_slots: int, max_seq_len: int) -> int:
@@ -178,7 +189,8 @@ def attend(device: Device, q: Any, cache: KVCache, rows: Rows, *, layer: int) ->
     """h elem [T, Hq D] of q elem [T, Hq, D]; the op `attention` of backends/cpu/ops.py."""
     num_heads, head_dim = q.shape[1:]
     num_layers, num_kv_heads = cache.blocks.shape[1], cache.blocks.shape[3]
-    sizes = (num_heads, num_kv_heads, rows.width, layer, num_layers)
+    group = num_heads // num_kv_heads
+    sizes = (group, -(-(1 << 16) // group), num_kv_heads, rows.width, layer, num_layers)
     tail = (rows.block_tables, *sizes, LOG2_E / math.sqrt(head_dim))
     buffers, pool = device.buffers, cache.blocks
     out, work = buffers.attended, rows.attention
@@ -188,7 +200,7 @@ def attend(device: Device, q: Any, cache: KVCache, rows: Rows, *, layer: int) ->
             (len(work.prefill), num_kv_heads),
             PREFILL_WARPS * WARP,
             (out, q, pool, work.prefill, rows.positions, *tail),
-            shared=prefill_shared(head_dim),
+            shared=prefill_shared(head_dim, cache.kv_dtype),
         )
     for items in work.decodes:
         device.launch(
@@ -196,7 +208,7 @@ def attend(device: Device, q: Any, cache: KVCache, rows: Rows, *, layer: int) ->
             (len(items), num_kv_heads),
             DECODE_WARPS * WARP,
             (out, buffers.partials, buffers.tickets, q, pool, items, rows.query_start_loc, rows.lengths, *tail),
-            shared=decode_shared(head_dim),
+            shared=decode_shared(head_dim, cache.kv_dtype),
         )
     return out[: rows.num_rows]
 

@@ -120,12 +120,12 @@ class GpuBackend:
         tables = arena.take_all(table_rooms(config, engine, length))
         workspace = arena.take((plan.workspace,), np.uint8)
         region = arena.take((plan.uploads,), np.uint8)
-        self._cache = KVCache(arena.take(*pool_room(config, engine, plan.num_blocks)))
+        self._cache = KVCache(arena.take(*pool_room(config, engine, plan.num_blocks)), engine.kv_dtype)
         assert arena.used == plan.total, f"{arena.used} bytes used, {plan.total} planned"
 
         stream = Stream(non_blocking=True)
         closed_later = self._closing.enter_context  # in the reverse order
-        kernels = load_kernels(card.compute_capability, engine.dtype, config.head_dim, cache)
+        kernels = load_kernels(card.compute_capability, engine.dtype, config.head_dim, engine.kv_dtype, cache)
         blas = closed_later(closing(Blas.create(stream, workspace, kernels)))
         self._device = Device(card, stream, kernels, blas, engine.dtype, buffers)
         for zeros in (tables["blocks"], buffers.tickets):
@@ -152,7 +152,8 @@ class GpuBackend:
             max_in_flight=max_in_flight,
             refill_slots=max(1, engine.slots // REFILL_SHARE),
         )
-        self._facts = BackendFacts("gpu", card.name, engine.dtype, _details(card, blas, plan))
+        details = _details(card, blas, plan)
+        self._facts = BackendFacts("gpu", card.name, engine.dtype, self._cache.token_bytes, details)
         self._closing.callback(stream.synchronize)  # comes first: no memory may go that is still being used
 
     @property

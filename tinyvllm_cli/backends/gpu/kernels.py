@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tinyvllm_cli.backends.gpu.driver import find_driver
 from tinyvllm_cli.backends.gpu.launch import Launch, open_launch, parameter_formats
 from tinyvllm_cli.backends.gpu.nvrtc import Nvrtc, load_nvrtc
-from tinyvllm_cli.config import DtypeName
+from tinyvllm_cli.config import DtypeName, KVDtypeName
 from tinyvllm_cli.errors import DeviceError
 
 # Every kernel and the file of cuda/ that it stands in.
@@ -36,6 +36,7 @@ KERNELS = {
     "sum_words": "read.cu",
 }
 ELEM_OPTIONS = {"bfloat16": "-DELEM_BF16", "float16": "-DELEM_FP16"}
+KV_OPTIONS: dict[KVDtypeName, list[str]] = {"auto": [], "fp8": ["-DKV_FP8"]}
 # Cards whose machine code may use instructions of that architecture alone (wgmma, tcgen05).
 OWN_ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
 # Programmatic dependent launch: the architecture from which cuda/common.cuh makes kernels wait for those before them,
@@ -63,9 +64,9 @@ def kernel_sources() -> dict[str, str]:
     raise DeviceError(f"the CUDA sources are missing from {PACKAGE / 'cuda'}: install tinyvllm-cli again")
 
 
-def compile_options(arch: str, dtype: DtypeName, head_dim: int) -> list[str]:
+def compile_options(arch: str, dtype: DtypeName, head_dim: int, kv_dtype: KVDtypeName = "auto") -> list[str]:
     """What every source is compiled with; `arch` as in sm_90a or compute_90."""
-    return [f"-arch={arch}", "-std=c++17", ELEM_OPTIONS[dtype], f"-DHEAD_DIM={head_dim}"]
+    return [f"-arch={arch}", "-std=c++17", ELEM_OPTIONS[dtype], f"-DHEAD_DIM={head_dim}", *KV_OPTIONS[kv_dtype]]
 
 
 def target_arch(compute_capability: tuple[int, int], supported: list[int]) -> str:
@@ -83,7 +84,7 @@ def target_arch(compute_capability: tuple[int, int], supported: list[int]) -> st
 
 
 class Kernels:
-    """The kernels of one (card, dtype, head_dim), loaded into the current CUDA context.
+    """The kernels of one (card, dtype, head_dim, kv_dtype), loaded into the current CUDA context.
 
     counts: what was launched so far, by name; a library that launches kernels of its own counts them here too.
     """
@@ -148,7 +149,13 @@ class Kernels:
 
 
 def load_kernels(
-    compute_capability: tuple[int, int], dtype: DtypeName, head_dim: int, cache: Path | None, *, jitter: bool = False
+    compute_capability: tuple[int, int],
+    dtype: DtypeName,
+    head_dim: int,
+    kv_dtype: KVDtypeName,
+    cache: Path | None,
+    *,
+    jitter: bool = False,
 ) -> Kernels:
     """Compile what is not in `cache` yet, in threads, and load it. `cache` is the user's cache folder.
 
@@ -157,7 +164,7 @@ def load_kernels(
     """
     nvrtc = load_nvrtc()
     arch = target_arch(compute_capability, nvrtc.supported_archs())
-    options = compile_options(arch, dtype, head_dim) + ["-DJITTER"] * jitter
+    options = compile_options(arch, dtype, head_dim, kv_dtype) + ["-DJITTER"] * jitter
     sources = kernel_sources()
     binaries, files = build(nvrtc, sources, options, cache)
     driver = find_driver()

@@ -15,9 +15,10 @@ import numpy.typing as npt
 from tinyvllm_cli.backends.gpu import attention, sample
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
 from tinyvllm_cli.backends.gpu.device import Card, elem_dtype
+from tinyvllm_cli.backends.gpu.kv import plane_room
 from tinyvllm_cli.backends.gpu.rows import upload_limit, widest_table
 from tinyvllm_cli.backends.pool import longest_sequence, pool_bounds, wanted_length
-from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, ModelConfig
+from tinyvllm_cli.config import DtypeName, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.parameters import Array
 from tinyvllm_cli.model.weights.layout import layer_parts
@@ -140,8 +141,8 @@ def table_rooms(config: ModelConfig, engine: EngineConfig, max_seq_len: int) -> 
 
 def pool_room(config: ModelConfig, engine: EngineConfig, num_blocks: int) -> Room:
     """KVCache.blocks."""
-    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    return shape, elem_dtype(engine.dtype)
+    plane, dtype = plane_room(config.head_dim, engine.dtype, engine.kv_dtype)
+    return (num_blocks, config.num_layers, 2, config.num_kv_heads, *plane), dtype
 
 
 @dataclass(frozen=True, slots=True)
