@@ -239,8 +239,8 @@ struct WideTile : Team<WARPS> {
 };
 
 #ifdef KV_FP8
-// A tile of codes, which become fp16 on their way into registers: for warps that are the only ones to read them. The
-// mma's columns 4 t .. 4 t + 3 of K stand where it has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as in the rows of WideTile.
+// A tile of codes, which become fp16 on their way into registers: for warps that are the only ones to read them.
+// Columns 4 t .. 4 t + 3 of K stand where the mma has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as in the rows of WideTile.
 template <int WARPS>
 struct CodeTile : Team<WARPS> {
     typedef Team<WARPS> T;

@@ -25,8 +25,8 @@ constexpr int PLANE_BYTES = CODES_BYTES + SCALES_BYTES;
 
 #ifdef KV_FP8
 
-constexpr int LEAST_SCALE = 127 - 22;             // exponent as float32 has it
-constexpr float GREATEST_VALUE = 448.f * 0x1p7f;  // fp16 has it too, as it has all scales
+constexpr int LEAST_SCALE = 127 - 22;  // exponent as float32 has it
+constexpr float GREATEST_VALUE = 448.f * 0x1p7f;
 
 // The scale of a head, of its greatest magnitude as bits: those of NaN are greater than of any number. Adding what
 // mantissas above 1.75 lack of 2 makes them count to the next exponent.

@@ -2,7 +2,8 @@
 //
 // h[t, i] = sum_j softmax_j(scale q[t, i] . K[j, i / group]) V[j, i / group] over the keys j <= position of row t of
 // its own sequence; scale holds 1 / sqrt(HEAD_DIM) and log2(e), as weights are powers of 2. Equals `attention` of
-// tinyvllm_cli/backends/cpu/ops.py up to rounding: scores and sums in float32, weights rounded to elem before V.
+// tinyvllm_cli/backends/cpu/ops.py up to rounding: scores and sums in float32, weights rounded before V: to elem, or
+// over FP8, times the scales of V, to fp16.
 //
 // Query heads of one KV head ride along in the 16 rows of an mma, so K and V are read once for all of them: row r of a
 // block is position r / group, head r % group of the group. Row invariance: tile.cuh says why a row has the same bits

@@ -8,9 +8,8 @@
 // With -DKV_FP8 q and k are then mixed (tinyvllm_cli/backends/fp8.py says what for), K and V are rounded as kv.cuh has
 // it, and q is fp16.
 //
-//   q             elem [T, Hq, HEAD_DIM]; with -DKV_FP8 fp16, of each 16 columns first those at 0 and 1 of each four,
-//   then
-//                 those at 2 and 3: as keys.cuh has K
+//   q             elem [T, Hq, HEAD_DIM]; with -DKV_FP8 fp16, and of each 16 columns first those at 0 and 1 of each
+//                 four, then those at 2 and 3: as keys.cuh has K
 //   cache         planes of kv.cuh [num_blocks, num_layers, 2, Hkv]
 //   qkv           elem [T, Hq + 2 Hkv, HEAD_DIM]
 //   bias          f32  [Hq + 2 Hkv, HEAD_DIM] or null

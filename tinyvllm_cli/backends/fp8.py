@@ -15,8 +15,9 @@ step (QuaRot, Ashkboos et al. 2024).
 
 The scale is a power of two, as in the OCP Microscaling formats (MX specification 1.0, 2023): values have the four
 significant bits of their code, so that bfloat16 and float32 hold them exactly, and scores may be multiplied with it
-later. float16 has all values up to 57,344 and all scales. e4m3fn is the format of Micikevicius et al. 2022: sign, 4
-bits of exponent with bias 7, 3 of mantissa.
+later. float16 has all codes and bfloat16 all scales: attention on a GPU computes in float16, and multiplies scores and
+weights with the scales in float32. e4m3fn is the format of Micikevicius et al. 2022: sign, 4 bits of exponent with
+bias 7, 3 of mantissa.
 """
 
 from __future__ import annotations

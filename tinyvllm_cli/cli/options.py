@@ -123,7 +123,7 @@ prompt_options = _group(
 answer_options = _group(
     "Answers (a line's own fields win)",
     _option(
-        "-n", "n", type=int, metavar="N", help="Answers to each prompt, which is computed once for all.  [default: 1]"
+        "-n", "n", type=int, metavar="N", help="Answers to each prompt, which those that run at once share; more than 1 needs a temperature.  [default: 1]"
     ),
     _option("--max-tokens", type=int, metavar="N", help="Tokens of an answer at most.  [default: 512]"),
     _option("--temperature", type=float, metavar="X", help="0 takes the likeliest token each time.  [default: 0]"),
@@ -175,7 +175,7 @@ bench_options = _group(
         default="latency",
         show_default=True,
         help="latency (one request), mixed (256), short (2,000) or prefix (512 behind one prefix), of random token ids "
-        "and EOS ignored; or a .jsonl or .txt file as `tinyvllm run` takes it.",
+        "and EOS ignored; or a .jsonl or .txt file as `tinyvllm run` takes it, without n.",
     ),
     _option(
         "--trials", type=click.IntRange(1, 1000), default=3, metavar="N", show_default=True, help="Runs that count."

@@ -32,7 +32,8 @@ class PrefixCache:
 
     K and V of a block depend on its own tokens and on all before them, hence on the node and its parents. A node
     stands here from the time on when a running sequence is to compute it, so that others wait for it instead of
-    computing the same; it has its block once the step that writes its last row is enqueued: then any later step may
+    computing the same; it has its block once the step that writes its last row is enqueued (one that decoding filled: once its
+    sequence leaves): then any later step may
     read it, for steps take effect in order. One that lost its block, or its owner, stands here as long as a running
     sequence or a child refers to it, so that what follows it is found again once it is computed again.
 
