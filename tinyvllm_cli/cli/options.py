@@ -123,7 +123,12 @@ prompt_options = _group(
 answer_options = _group(
     "Answers (a line's own fields win)",
     _option(
-        "-n", "n", type=int, metavar="N", help="Answers to each prompt, which those that run at once share; more than 1 needs a temperature.  [default: 1]"
+        "-n",
+        "n",
+        type=int,
+        metavar="N",
+        help="Answers to each prompt, which those that run at once share; more than 1 needs a temperature.  "
+        "[default: 1]",
     ),
     _option("--max-tokens", type=int, metavar="N", help="Tokens of an answer at most.  [default: 512]"),
     _option("--temperature", type=float, metavar="X", help="0 takes the likeliest token each time.  [default: 0]"),

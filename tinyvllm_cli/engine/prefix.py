@@ -30,12 +30,12 @@ def chain_key(parent: int, token_ids: bytes) -> int:
 class PrefixCache:
     """A hash chain over the tokens of full blocks, those of prompts and of answers.
 
-    K and V of a block depend on its own tokens and on all before them, hence on the node and its parents. A node
-    stands here from the time on when a running sequence is to compute it, so that others wait for it instead of
-    computing the same; it has its block once the step that writes its last row is enqueued (one that decoding filled: once its
-    sequence leaves): then any later step may
-    read it, for steps take effect in order. One that lost its block, or its owner, stands here as long as a running
-    sequence or a child refers to it, so that what follows it is found again once it is computed again.
+    K and V of a block depend on its own tokens and on all before them, hence on the node and its parents. A node stands
+    here from the time on when a running sequence is to compute it, so that others wait for it instead of computing the
+    same; it has its block once the step that writes its last row is enqueued (one that decoding filled: once its
+    sequence leaves): then any later step may read it, for steps take effect in order. One that lost its block, or its
+    owner, stands here as long as a running sequence or a child refers to it, so that what follows it is found again
+    once it is computed again.
 
     A node whose key is taken by other content is known to its own sequence only.
     """
