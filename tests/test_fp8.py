@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tinyvllm_cli.backends.fp8 import dequantize, quantize, rounded
+from tinyvllm_cli.backends.fp8 import dequantize, mixed_keys, mixed_queries, quantize, rounded
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -176,3 +176,19 @@ def test_what_was_rounded_stays_and_is_exact_in_bfloat16(heads: np.ndarray):
     once = rounded(heads)
     assert same_bits(rounded(once), once)
     assert same_bits(once.astype(ml_dtypes.bfloat16).astype(np.float32), once)
+
+
+@pytest.mark.parametrize("head_dim", [4, 12, 16, 64, 80, 96, 128, 160, 256])
+def test_mixing_is_a_hadamard_transform_that_keeps_scores(head_dim: int):
+    q, k = np.random.default_rng(head_dim).standard_normal((2, 5, head_dim)).astype(np.float32)
+    matrix, n = fp8_reference.hadamard(head_dim)
+    keys, queries = mixed_keys(k), mixed_queries(q)
+    np.testing.assert_allclose(keys, k @ matrix * 2.0 ** -math.ceil(math.log2(n) / 2), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose((queries * keys).sum(-1), (q * k).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 10])
+def test_narrow_heads_are_not_mixed(head_dim: int):
+    heads = np.random.default_rng(0).standard_normal((3, head_dim)).astype(np.float32)
+    assert np.array_equal(mixed_keys(heads), heads)
+    assert np.array_equal(mixed_queries(heads), heads)

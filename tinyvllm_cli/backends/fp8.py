@@ -42,9 +42,11 @@ def mixed_queries(heads: F32) -> F32:
 
 
 def _mixed_size(heads: F32) -> int:
-    """n: numbers of a head that are mixed with each other, the greatest power of two that divides head_dim."""
+    """n: numbers of a head that are mixed with each other, the greatest power of two that divides head_dim; 1, so none,
+    where that is less than 4.
+    """
     head_dim: int = heads.shape[-1]
-    return head_dim & -head_dim
+    return head_dim & -head_dim if head_dim % 4 == 0 else 1
 
 
 def _hadamard(heads: F32) -> F32:
@@ -53,7 +55,8 @@ def _hadamard(heads: F32) -> F32:
     are 1, 2, 4 ... apart in a half. Of numbers 2 d and 2 d + 1 of both halves, n / 4 values of d in a row are mixed.
     """
     n = _mixed_size(heads)
-    assert n >= 4, "heads are a multiple of 4 wide"
+    if n == 1:
+        return heads
     x = heads.reshape(*heads.shape[:-1], 2, heads.shape[-1] // 4, 2)
     x = np.stack([x[..., 0] + x[..., 1], x[..., 0] - x[..., 1]], axis=-1)
     x = np.stack([x[..., 0, :, :] + x[..., 1, :, :], x[..., 0, :, :] - x[..., 1, :, :]], axis=-3)
