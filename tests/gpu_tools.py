@@ -98,7 +98,6 @@ class OpDevice:
     stream: Any
     place: Callable[[Array], Any]  # a host array on the device
     buffers: SimpleNamespace = field(default_factory=SimpleNamespace)
-    kv_dtype: KVDtypeName = "auto"
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], *, shared: int = 0) -> None:
         """args: as Kernels.launch has them, or Outputs."""
@@ -148,7 +147,6 @@ def open_device(dtype: DtypeName, head_dim: int = 64, kv_dtype: KVDtypeName = "a
         blas=_blas(),
         stream=_stream(),
         place=to_gpu,
-        kv_dtype=kv_dtype,
     )
 
 

@@ -63,8 +63,10 @@ class PrefixCache:
         place, offset = divmod(sequence.num_computed, self._size)
         if offset or place >= len(chain):
             return None
-        self._claim(chain[place], place)
-        return chain[place]
+        node = chain[place]
+        if not node.block and node.owner is None:
+            self._claim(node, place)
+        return node
 
     def enter(self, sequence: Sequence) -> None:
         """Those of its full blocks that are computed, and whose tokens are known, may be found from now on."""
@@ -122,14 +124,13 @@ class PrefixCache:
                 node = Node(chain_key(parent.key, token_ids), parent, token_ids, owner=sequence)
                 self._nodes.setdefault(node.key, node)
             chain.append(node)
-            self._claim(node, len(chain) - 1)
+            if not node.block and node.owner is None:
+                self._claim(node, len(chain) - 1)
             parent = node
 
     def _claim(self, node: Node, place: int) -> None:
-        """What nobody has, or is about to compute, is for the first of those that run and have yet to come past it: so
+        """What nobody has, nor is about to compute, is for the first of those that run and have yet to come past it: so
         nobody waits for a younger one."""
-        if node.block or node.owner is not None:
-            return
         for sequence, chain in self._chains.items():
             if place < len(chain) and chain[place] is node and sequence.num_computed < (place + 1) * self._size:
                 node.owner = sequence
