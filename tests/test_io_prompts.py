@@ -213,9 +213,6 @@ def test_an_unknown_field_is_named_with_the_nearest(line: dict[str, Any], messag
         ("functions", [[]], [{}]),
         ("tool_choice", ["none"], "auto"),
         ("stream", [False], True),
-        ("method", [], "POST"),
-        ("url", [], "/v1/chat/completions"),
-        ("body", [], {}),
     ],
 )
 def test_what_this_version_cannot_do_is_refused_by_name_unless_it_asks_for_nothing(

@@ -56,9 +56,9 @@ def test_a_file_that_takes_the_inputs_name_is_not_read(tmp_path: Path):
         assert [line.text for line in read_lines(stream)] == [b"1"]
 
 
-@pytest.mark.parametrize("name", ["in.csv", "no.jsonl", "folder.jsonl"])
+@pytest.mark.parametrize("name", ["in.tsv", "no.jsonl", "folder.jsonl"])
 def test_what_is_no_input(tmp_path: Path, name: str):
-    (tmp_path / "in.csv").touch()
+    (tmp_path / "in.tsv").touch()
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(UsageError, match=name):
         open_source(str(tmp_path / name))

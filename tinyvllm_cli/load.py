@@ -19,6 +19,18 @@ from tinyvllm_cli.text.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
+class TextSide:
+    """What of a model is there before its weights."""
+
+    codec: TextCodec
+    checkpoint: Checkpoint
+    files: ModelFiles
+
+    def close(self) -> None:
+        self.checkpoint.tensors.close()
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """A model that is ready to answer."""
 
@@ -33,6 +45,22 @@ class LoadedModel:
     def close(self) -> None:
         self.backend.close()
         self.checkpoint.tensors.close()
+
+
+def open_text_side(
+    model: str,
+    *,
+    revision: str | None = None,
+    system: str | None = None,
+    report: Callable[[str], None],
+    progress: bool = True,
+) -> TextSide:
+    """Find the files, read the headers, join the text side. As open_engine(); ModelError for whatever they lack."""
+    files = find_model(model, revision=revision, report=report, progress=progress)
+    checkpoint = open_checkpoint(files.path)
+    tokenizer = load_tokenizer(checkpoint.source)
+    codec = TextCodec(tokenizer, load_chat_template(checkpoint.source), system, checkpoint.config.vocab_size)
+    return TextSide(codec, checkpoint, files)
 
 
 def open_engine(
@@ -53,12 +81,10 @@ def open_engine(
     started = time.monotonic()
     chosen = choose_backend(backend)
     check_dtype(chosen, config.dtype)
-    files = find_model(model, revision=revision, report=report, progress=progress)
-    checkpoint = open_checkpoint(files.path)
-    tokenizer = load_tokenizer(checkpoint.source)
-    codec = TextCodec(tokenizer, load_chat_template(checkpoint.source), system, checkpoint.config.vocab_size)
+    text = open_text_side(model, revision=revision, system=system, report=report, progress=progress)
+    codec, checkpoint, files = text.codec, text.checkpoint, text.files
     in_force = engine_config(chosen, config, checkpoint)
-    device = open_backend(chosen, checkpoint, in_force, tokenizer.size, known_cache_dir())
+    device = open_backend(chosen, checkpoint, in_force, codec.tokenizer.size, known_cache_dir())
     engine = Engine(
         device,
         codec,

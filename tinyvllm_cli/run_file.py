@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, DeviceError, OutputClosedError, TinyvllmError, UsageError
-from tinyvllm_cli.io.feed import Feed, FileFeed, PipeFeed
+from tinyvllm_cli.io.feed import FileFeed, PipeFeed
 from tinyvllm_cli.io.progress import Display, make_display
-from tinyvllm_cli.io.prompts import Defaults, read_lines, read_requests
+from tinyvllm_cli.io.prompts import Defaults, Item, read_lines, read_requests
 from tinyvllm_cli.io.record import RunRecord, State, check_record_path
 from tinyvllm_cli.io.results import ResultWriter, open_output
+from tinyvllm_cli.io.rows import Rows, read_rows
 from tinyvllm_cli.io.said import warn
 from tinyvllm_cli.io.scan import Scan, scan_file
-from tinyvllm_cli.io.settings import line_defaults, read_settings, read_system
+from tinyvllm_cli.io.settings import line_defaults, read_settings, read_text_option
 from tinyvllm_cli.io.source import Source, open_source
 from tinyvllm_cli.io.summary import Progress
 from tinyvllm_cli.job import Hold, Job
 from tinyvllm_cli.machine_options import MachineOptions
 from tinyvllm_cli.run_facts import answers_line, model_facts, model_line, prompts_line, run_facts
+from tinyvllm_cli.text.truncate import TokenCutter
 
 if TYPE_CHECKING:
     from tinyvllm_cli.load import LoadedModel
+    from tinyvllm_cli.model.checkpoint import Checkpoint
+    from tinyvllm_cli.text.codec import TextCodec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +40,12 @@ class RunOptions(MachineOptions):
     input: str
     model: str
     revision: str | None = None
+    template: str | None = None
     system: str | None = None
     raw: bool = False
+    truncate: str | None = None
+    id: str | None = None
+    keep: tuple[str, ...] = ()
     n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -48,6 +56,7 @@ class RunOptions(MachineOptions):
     output: str = "-"
     overwrite: bool = False
     limit: int | None = None
+    dry_run: bool = False
     record: str | None = None
     quiet: bool = False
 
@@ -66,6 +75,7 @@ class _Checked:
     settings: dict[str, Any]
     source: Source
     scan: Scan | None  # None: the input can be read only once
+    rows: Rows | None
     writer: ResultWriter
     record_path: Path | None
     facts: dict[str, Any]  # for the record
@@ -79,18 +89,25 @@ def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[s
     """
     if options.raw and options.system is not None:
         raise UsageError("--system needs the chat template that --raw turns off: give one of them")
-    settings, (system, system_file) = options.settings(), read_system(options.system)
+    settings = options.settings()
+    texts = {"--system": read_text_option("--system", options.system)}
+    texts["--template"] = read_text_option("--template", options.template)
+    system = None if texts["--system"] is None else texts["--system"].text
     source = open_source(options.input)
-    used = {"input": source.status} | ({} if system_file is None else {"--system file": system_file})
+    files = {f"{name} file": text.status for name, text in texts.items() if text is not None and text.status}
+    used = {"input": source.status, **files}
     # A pipe stays open: closing it would wait for the thread that reads it.
     with closing(source.stream) if source.regular else nullcontext():
-        scan = _scan(source, options.limit)
+        rows = read_rows(source, texts["--template"], options.id, options.keep, raw=options.raw)
+        scan = _scan(source, options.limit, rows)
+        if options.dry_run:
+            return _dry_run(options, settings, source, rows, system)
         with open_output(options.output, overwrite=options.overwrite, used=used) as writer:
             _refuse_model_file(writer, Path(options.model))
             record_path = _record_path(options, writer, used)
             facts = run_facts(command, asdict(options), origins, source, scan)
             display = make_display(quiet=options.quiet, answers_on_terminal=writer.is_terminal)
-            run = _Checked(options, settings, source, scan, writer, record_path, facts, display)
+            run = _Checked(options, settings, source, scan, rows, writer, record_path, facts, display)
             if scan is not None and scan.requests == 0:
                 return _nothing_to_do(run)
             with closing(_load(run, system)) as loaded:
@@ -116,8 +133,7 @@ def _refuse_model_file(writer: ResultWriter, model: Path) -> None:
 
 def _answer(run: _Checked, loaded: LoadedModel, hold: Hold) -> int:
     options, source, writer, display = run.options, run.source, run.writer, run.display
-    sampling = loaded.checkpoint.generation.sampling if options.model_sampling else {}
-    defaults = line_defaults(run.settings, sampling, raw=options.raw)
+    defaults = _defaults(options, run.settings, loaded.checkpoint)
     display.say(model_line(loaded))
     display.say(prompts_line(loaded, source, run.scan, raw=options.raw))
     display.say(
@@ -125,7 +141,8 @@ def _answer(run: _Checked, loaded: LoadedModel, hold: Hold) -> int:
     )
     record = RunRecord(run.record_path, run.facts | model_facts(loaded, defaults), warn=warn)
     total = None if run.scan is None else run.scan.requests
-    feed = _feed(source, defaults, options.limit)
+    items = _items(source, defaults, options.limit, run.rows, loaded.codec)
+    feed = FileFeed(items) if source.regular else PipeFeed(items)
     job = Job(loaded.engine, feed, writer, display=display, record=record, total=total, hold=hold)
     writer.begin()
     try:
@@ -145,10 +162,10 @@ def _answer(run: _Checked, loaded: LoadedModel, hold: Hold) -> int:
     return EXIT_SOME_FAILED
 
 
-def _scan(source: Source, limit: int | None) -> Scan | None:
+def _scan(source: Source, limit: int | None, rows: Rows | None) -> Scan | None:
     if not source.twice:
         return None
-    return scan_file(source.stream, source.name, text_lines=source.text_lines, limit=limit)
+    return scan_file(source.stream, source.name, text_lines=source.text_lines, limit=limit, rows=rows)
 
 
 def _record_path(options: RunOptions, writer: ResultWriter, used: Mapping[str, os.stat_result]) -> Path | None:
@@ -174,15 +191,44 @@ def _load(run: _Checked, system: str | None) -> LoadedModel:
     )
 
 
-def _feed(source: Source, defaults: Defaults, limit: int | None) -> Feed:
-    # Ids of a regular file were checked as a whole; standard input is read only once.
-    items = read_requests(
-        read_lines(source.stream, limit),
+def _dry_run(
+    options: RunOptions, settings: dict[str, Any], source: Source, rows: Rows | None, system: str | None
+) -> int:
+    """Nothing is written, and no device is asked for."""
+    from tinyvllm_cli.dry_run import dry_run
+    from tinyvllm_cli.load import open_text_side
+
+    display = make_display(quiet=options.quiet, answers_on_terminal=False)
+    model = open_text_side(
+        options.model, revision=options.revision, system=system, report=display.say, progress=not options.quiet
+    )
+    with closing(model):
+        context = model.checkpoint.config.max_position
+        if options.max_model_len is not None:
+            context = min(context, options.max_model_len)
+        defaults = _defaults(options, settings, model.checkpoint)
+        return dry_run(
+            _items(source, defaults, options.limit, rows, model.codec), model.codec, context, say=display.say
+        )
+
+
+def _defaults(options: RunOptions, settings: dict[str, Any], checkpoint: Checkpoint) -> Defaults:
+    sampling = checkpoint.generation.sampling if options.model_sampling else {}
+    return line_defaults(settings, sampling, raw=options.raw, truncate_left=options.truncate is not None)
+
+
+def _items(
+    source: Source, defaults: Defaults, limit: int | None, rows: Rows | None, codec: TextCodec
+) -> Iterator[Item]:
+    if rows is not None:
+        rows = rows.with_truncate(TokenCutter(codec.tokenizer))
+    return read_requests(
+        read_lines(source.stream, limit) if rows is None else rows.lines(source.stream, limit),
         defaults,
         text_lines=source.text_lines,
-        check_ids=not source.twice,
+        check_ids=not source.twice,  # those of a regular file were checked as a whole
+        rows=rows,
     )
-    return FileFeed(items) if source.regular else PipeFeed(items)
 
 
 def _run_recorded(job: Job, loaded: LoadedModel, record: RunRecord, display: Display) -> None:

@@ -20,6 +20,8 @@ DEFAULT_MAX_TOKENS = 512
 MAX_SAMPLES = 1024  # of one request
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 
+Api: TypeAlias = Literal["chat", "completions"]  # of OpenAI: /v1/chat/completions and /v1/completions
+
 
 # ---------------------------------------------------------------- requests and answers
 
@@ -66,7 +68,9 @@ class Request:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False
     params: SamplingParams = SamplingParams()
+    truncate_left: bool = False  # cut a prompt given as it is, or as ids, that is too long for the context
     metadata_json: bytes | None = None  # the JSON text of the line's metadata, copied to the answer; None: it has none
+    api: Api | None = None  # an OpenAI Batch line for this API, answered in its envelope; None: a line of our own
 
     @property
     def prompt_field(self) -> str:
@@ -128,6 +132,8 @@ class Completion:
     stats: Stats | None = None
     error: Failure | None = None
     metadata_json: bytes | None = None
+    truncated_tokens: int = 0  # cut from the start of the prompt
+    api: Api | None = None  # as in Request
 
 
 @dataclass(slots=True)

@@ -56,6 +56,8 @@ def file_requests(name: str, *, ids_only: bool) -> list[Request]:
     wanted; TinyvllmError for a line that is no request.
     """
     source = open_source(name)
+    if source.suffix == ".csv":
+        raise UsageError(f"{name} is a .csv file, wanted a .jsonl or .txt file")
     with closing(source.stream):
         items = list(read_requests(read_lines(source.stream), Defaults(), text_lines=source.text_lines, check_ids=True))
     for item in items:

@@ -111,6 +111,14 @@ model_options = _group(
 prompt_options = _group(
     "Prompts",
     _option(
+        "-t",
+        "--template",
+        type=_some_text,
+        metavar="TEXT|@FILE",
+        help="Prompt of a row: Jinja over its columns; @FILE.json is a list of messages (few-shot). A .csv file needs "
+        "it, of a .jsonl file it makes rows.",
+    ),
+    _option(
         "-s",
         "--system",
         type=_text,
@@ -118,6 +126,19 @@ prompt_options = _group(
         help="System message for prompts and conversations that have none.",
     ),
     _option("--raw", is_flag=True, help="Give prompts as they are, without chat template."),
+    _option(
+        "--truncate",
+        type=click.Choice(["left"]),
+        help="Cut the start of raw prompts and ids that are too long, BOS kept; without it they are errors.",
+    ),
+    _option("--id", type=_some_text, metavar="COLUMN", help="Column with the id of a row.  [default: custom_id]"),
+    _option(
+        "--keep",
+        type=_some_text,
+        multiple=True,
+        metavar="COLUMN",
+        help="Copy this column of a row to the metadata of its answer; '*' is all of them. May be repeated.",
+    ),
 )
 
 answer_options = _group(
@@ -170,6 +191,11 @@ output_options = _group(
 work_options = _group(
     "Work",
     _option("--limit", type=click.IntRange(min=0), metavar="N", help="Only the first N requests."),
+    _option(
+        "--dry-run",
+        is_flag=True,
+        help="Answer nothing: check every line, count its tokens, and say which would fail. No weights are read.",
+    ),
 )
 
 bench_options = _group(

@@ -24,6 +24,8 @@ Examples:
   cat prompts.jsonl | tinyvllm run - -q | jq -r '.choices[0].text'
   tinyvllm run prompts.jsonl -o warm.jsonl --temperature 0.7 --set top_p=0.9 --seed 1
   tinyvllm run prompts.jsonl -o votes.jsonl -n 8 --temperature 0.7
+  tinyvllm run reviews.csv -t "Is this review kind? {{ review }}" --keep '*' -o kind.jsonl
+  tinyvllm run prompts.jsonl --dry-run
 """
 
 
@@ -40,8 +42,8 @@ def run(context: click.Context, /, **options: Any) -> None:
     """Answer every line of a file, one JSON line each.
 
     INPUT is a .jsonl file (one JSON object a line, with "prompt", "messages" or "prompt_token_ids"), a .txt file (one
-    prompt a line), or - for JSON lines on standard input. A line that cannot be answered gets an error; the others go
-    on.
+    prompt a line), a .csv file (rows for --template), or - for JSON lines on standard input. A line that cannot be
+    answered gets an error; the others go on.
     """
     from tinyvllm_cli.run_file import RunOptions, run_file
 

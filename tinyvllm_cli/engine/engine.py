@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tinyvllm_cli.engine.batcher import Batcher
+from tinyvllm_cli.engine.intake import take_prompt
 from tinyvllm_cli.engine.sampling import sample_options, slot_options
 from tinyvllm_cli.engine.stats import EngineStats, Timeline
 from tinyvllm_cli.errors import RequestError
@@ -39,6 +40,7 @@ class _Live:
     answers: list[Answer]
     times: Timeline
     ends: frozenset[int]  # ids that end an answer
+    truncated: int  # tokens cut from the prompt
     choices: list[Choice] = field(default_factory=list)  # answers that have ended, in the order of their ends
 
 
@@ -148,16 +150,9 @@ class Engine:
 
     def _accept(self, request: Request) -> _Live:
         """Tokens, room and text of a request. RequestError where it cannot be answered."""
-        prompt_ids = self._codec.encode(request)
-        assert prompt_ids, "an empty prompt is refused where it is encoded"
-        prompt_len, context, field = len(prompt_ids), self._limits.max_seq_len, request.prompt_field
-        if prompt_len >= context:
-            raise RequestError(
-                "prompt_too_long",
-                f"{field}: found {prompt_len} tokens, wanted at most {context - 1} (the context holds {context}, "
-                "one is for the answer): shorten it, or raise --max-model-len where model and memory allow it",
-                field,
-            )
+        context, field = self._limits.max_seq_len, request.prompt_field
+        prompt_ids, truncated = take_prompt(self._codec, request, context)
+        prompt_len = len(prompt_ids)
         max_len = min(prompt_len + request.params.max_tokens, context)
         needed, held = self._batcher.blocks_needed(max_len), self._limits.num_blocks - 1
         if needed > held:
@@ -176,7 +171,7 @@ class Engine:
         params = request.params
         ends = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)))
         answers = [self._codec.answer(request, prompt_ids) for _ in sequences]
-        return _Live(request, sequences, answers, Timeline(self._clock()), ends)
+        return _Live(request, sequences, answers, Timeline(self._clock()), ends, truncated)
 
     def _enqueue(self) -> bool:
         """Hand the next step to the backend, if there is anything to compute."""
@@ -283,6 +278,8 @@ def _answered(live: _Live) -> Completion:
         usage=Usage(first.prompt_len, made),
         stats=live.times.stats(made, first.num_cached),
         metadata_json=request.metadata_json,
+        api=request.api,
+        truncated_tokens=live.truncated,
     )
 
 
@@ -293,6 +290,7 @@ def _failed(request: Request, failure: Failure) -> Completion:
         line=request.line,
         error=failure,
         metadata_json=request.metadata_json,
+        api=request.api,
     )
 
 

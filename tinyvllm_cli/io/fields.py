@@ -94,9 +94,6 @@ FIELDS: dict[str, Field] = {
     "functions": _field(Any, "a list of functions", ([],)),
     "tool_choice": _field(Any, "a tool choice", ("none",)),
     "stream": _field(bool, "true or false", (False,)),
-    "method": _field(Any, "an HTTP method", ()),
-    "url": _field(Any, "a path", ()),
-    "body": _field(Any, "a request body", ()),
 }
 
 
@@ -138,11 +135,14 @@ def unknown_field(name: str, known: Collection[str]) -> RequestError:
     return RequestError("unknown_field", f"unknown field {plain}{hint}", plain)
 
 
-def read_field(name: str, raw: bytes) -> Any:
-    """The value of one field from its JSON text, checked; RequestError unknown_field, invalid_value or unsupported."""
-    field = FIELDS.get(name)
+def read_field(name: str, raw: bytes, known: Mapping[str, Field] = FIELDS) -> Any:
+    """The value of one of the `known` fields from its JSON text, checked.
+
+    RequestError unknown_field, invalid_value or unsupported.
+    """
+    field = known.get(name)
     if field is None:
-        raise unknown_field(name, FIELDS)
+        raise unknown_field(name, known)
     try:
         value = field.decode(raw)
     except msgspec.DecodeError:
@@ -155,14 +155,14 @@ def read_field(name: str, raw: bytes) -> Any:
     return value
 
 
-def read_fields(raw_fields: Mapping[str, bytes]) -> dict[str, Any]:
+def read_fields(raw_fields: Mapping[str, bytes], known: Mapping[str, Field] = FIELDS) -> dict[str, Any]:
     """Every field of a line, checked. Null means that a field is absent; fields that ask for nothing are left out."""
     values = {}
     for name, raw in raw_fields.items():
-        if bytes(raw) == b"null" and name in FIELDS:
+        if bytes(raw) == b"null" and name in known:
             continue
-        value = read_field(name, bytes(raw))
-        if FIELDS[name].neutral is None:
+        value = read_field(name, bytes(raw), known)
+        if known[name].neutral is None:
             values[name] = value
     return values
 
@@ -173,9 +173,7 @@ def _short(text: str) -> str:
 
 
 def _unsupported(name: str, value: Any, neutral: tuple[Any, ...]) -> RequestError:
-    if name in {"method", "url", "body"}:
-        message = f"OpenAI Batch lines ({name}) are not supported, wanted prompt, messages or prompt_token_ids"
-    elif neutral:
+    if neutral:
         message = f"{name} is {shown(value)}, which is not supported, wanted {shown(neutral[0])}"
     else:
         message = f"{name} is not supported, wanted a line without it"

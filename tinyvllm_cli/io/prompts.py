@@ -10,15 +10,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import msgspec
 
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.io.fields import ANSWER_FIELDS, invalid, read_field, read_fields, refuse_equal_answers, shown
 from tinyvllm_cli.io.messages import read_messages
+from tinyvllm_cli.io.openai_lines import api_of, read_batch_line
 from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys, too_deep
-from tinyvllm_cli.types import Completion, Failure, Request, SamplingParams
+from tinyvllm_cli.types import Api, Completion, Failure, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.io.rows import Rows
 
 BOM = b"\xef\xbb\xbf"
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
@@ -34,6 +38,7 @@ class Line:
     index: int  # among the lines that are not blank, from 0
     number: int  # physical, from 1
     text: bytes
+    fault: RequestError | None = None  # of a row that has no text
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class Defaults:
     raw: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False
+    truncate_left: bool = False
 
 
 class _WithId(msgspec.Struct):
@@ -100,22 +106,29 @@ def same_id(custom_id: str | int, earlier: tuple[int, bool], later: tuple[int, b
 
 
 def read_requests(
-    lines: Iterator[Line], defaults: Defaults, *, text_lines: bool = False, check_ids: bool = False
+    lines: Iterator[Line],
+    defaults: Defaults,
+    *,
+    text_lines: bool = False,
+    check_ids: bool = False,
+    rows: Rows | None = None,
 ) -> Iterator[Item]:
     """A Request for every line, or a Completion with the error. No line makes it raise.
 
     text_lines: a line is a prompt as it stands (.txt), else a JSON object. check_ids: refuse a custom_id that an
-    earlier line has; for inputs that could not be checked as a whole before.
+    earlier line has; for inputs that could not be checked as a whole before. rows: lines are rows of columns, and this
+    is what makes prompts of them.
     """
     seen: dict[bytes, tuple[int, bool]] = {}
     for line in lines:
-        custom_id, own = (f"line-{line.number}", False) if text_lines else line_id(line)
+        find_id = line_id if rows is None else rows.line_id
+        custom_id, own = (f"line-{line.number}", False) if text_lines else find_id(line)
         if check_ids:
             place = line.number, own
             earlier = seen.setdefault(msgspec.json.encode(custom_id), place)
             if earlier != place:
                 failure = Failure("duplicate_id", same_id(custom_id, earlier, place), "custom_id")
-                yield _refused(line, custom_id, failure)
+                yield _refused(line, custom_id, failure, api=_api(line.text) if rows is None else None)
                 continue
         blank = Request(
             request_id=line.index,
@@ -126,8 +139,9 @@ def read_requests(
             chat_template_kwargs=defaults.chat_template_kwargs,
             continue_final_message=defaults.continue_final_message,
             params=defaults.params,
+            truncate_left=defaults.truncate_left,
         )
-        yield _text_item(line, blank) if text_lines else _json_item(line, blank)
+        yield _text_item(line, blank) if text_lines else _json_item(line, blank, rows)
 
 
 def _text_item(line: Line, blank: Request) -> Item:
@@ -138,10 +152,19 @@ def _text_item(line: Line, blank: Request) -> Item:
         return _refused(line, blank.custom_id, Failure(error.type, error.message, error.field))
 
 
-def _json_item(line: Line, blank: Request) -> Item:
+def _json_item(line: Line, blank: Request, rows: Rows | None) -> Item:
     metadata = None
     try:
-        raw_fields = _split(line.text)
+        if line.fault is not None:
+            raise line.fault
+        raw_fields = split_fields(line.text)
+        if rows is not None:
+            metadata = rows.metadata(raw_fields)
+            refuse_equal_answers(blank.params)
+            return rows.request(raw_fields, dataclasses.replace(blank, metadata_json=metadata))
+        api = api_of(raw_fields)
+        if api is not None:
+            return _request(read_batch_line(raw_fields), dataclasses.replace(blank, api=api))
         metadata = _take_metadata(raw_fields)
         return _request(read_fields(raw_fields), dataclasses.replace(blank, metadata_json=metadata))
     except RequestError as error:
@@ -151,12 +174,24 @@ def _json_item(line: Line, blank: Request) -> Item:
     except Exception as error:
         message = f"a bug in reading this line: {type(error).__name__}"
         failure = Failure("internal", message, detail=traceback.format_exc())
-    return _refused(line, blank.custom_id, failure, metadata)
+    return _refused(line, blank.custom_id, failure, metadata, api=_api(line.text) if rows is None else None)
 
 
-def _refused(line: Line, custom_id: str | int, failure: Failure, metadata: bytes | None = None) -> Completion:
+def _api(text: bytes) -> Api | None:
+    """That of a refused line: a fault inside a string hides no envelope, a line that is no object has none."""
+    if too_deep(text):
+        return None
+    for whole in text, SURROGATE.sub(rb"\\ufffd", text):
+        with suppress(msgspec.DecodeError):
+            return api_of(_OBJECT.decode(whole))
+    return None
+
+
+def _refused(
+    line: Line, custom_id: str | int, failure: Failure, metadata: bytes | None = None, api: Api | None = None
+) -> Completion:
     return Completion(
-        request_id=line.index, custom_id=custom_id, line=line.number, error=failure, metadata_json=metadata
+        request_id=line.index, custom_id=custom_id, line=line.number, error=failure, metadata_json=metadata, api=api
     )
 
 
@@ -188,7 +223,7 @@ def _decode(text: bytes) -> str:
         raise RequestError("invalid_encoding", message) from None
 
 
-def _split(line: bytes) -> dict[str, bytes]:
+def split_fields(line: bytes) -> dict[str, bytes]:
     """The fields of a JSON object, each as its JSON text. RequestError invalid_encoding, invalid_json, invalid_line."""
     text = _decode(line)
     refuse_deep(line, "the line")

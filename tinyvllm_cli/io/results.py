@@ -14,15 +14,27 @@ from typing import Any, Self
 import msgspec
 
 from tinyvllm_cli.errors import OutputClosedError, TinyvllmError, UsageError
+from tinyvllm_cli.io.openai_answers import Stamp, batch_answer
 from tinyvllm_cli.types import Choice, Completion, Stats
 
 STDOUT = 1
 # Legal in JSON strings, but many readers end a line at them.
 LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u0085\u2028\u2029"}
 
+NO_STAMP = Stamp(model="", created=0)  # before there is a model
 
-def encode(completion: Completion) -> bytes:
+
+def encode(completion: Completion, stamp: Stamp = NO_STAMP) -> bytes:
     """The output line of a completion, line end included. Keys in the order of docs/lines.md."""
+    stats = None if completion.stats is None else _stats(completion.stats)
+    line = _line(completion, stats) if completion.api is None else batch_answer(completion, stamp, stats)
+    text = msgspec.json.encode(line)
+    for char, escaped in LINE_ENDS.items():
+        text = text.replace(char, escaped)
+    return text + b"\n"
+
+
+def _line(completion: Completion, stats: dict[str, Any] | None) -> dict[str, Any]:
     usage, error = completion.usage, completion.error
     line: dict[str, Any] = {
         "custom_id": completion.custom_id,
@@ -32,16 +44,15 @@ def encode(completion: Completion) -> bytes:
     }
     if completion.metadata_json is not None:
         line["metadata"] = msgspec.Raw(completion.metadata_json)
+    if completion.truncated_tokens:
+        line["truncated_tokens"] = completion.truncated_tokens
     line["error"] = None
     if error is not None:
         line["error"] = {"type": error.type, "message": error.message, "line": completion.line}
         if error.field is not None:
             line["error"]["field"] = error.field
-    line["stats"] = None if completion.stats is None else _stats(completion.stats)
-    text = msgspec.json.encode(line)
-    for char, escaped in LINE_ENDS.items():
-        text = text.replace(char, escaped)
-    return text + b"\n"
+    line["stats"] = stats
+    return line
 
 
 def _choice(choice: Choice) -> dict[str, Any]:
@@ -74,18 +85,20 @@ class ResultWriter:
         self.status = os.fstat(fd)
         self.is_terminal = os.isatty(fd)
         self._fd = fd
+        self._stamp = NO_STAMP
         self._created = created
         self._end = _place(fd, self.status)  # of the whole lines; None where they cannot be cut back to
 
-    def begin(self) -> None:
-        """The run has really started: what the file held before goes."""
+    def begin(self, stamp: Stamp = NO_STAMP) -> None:
+        """The run has really started: what the file held before goes. stamp: for OpenAI answers."""
+        self._stamp = stamp
         self._created = None
         if self.is_file:
             os.ftruncate(self._fd, 0)
 
     def write(self, completion: Completion) -> None:
         """Hand one line to the kernel. OutputClosedError where the reader is gone, TinyvllmError on a full disk."""
-        line = memoryview(encode(completion))
+        line = memoryview(encode(completion, self._stamp))
         try:
             while line:
                 line = line[self._write_some(line) :]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 import numpy as np
 
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.io.prompts import Line, line_id, read_lines, same_id
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.io.rows import Rows
+
+FindId = Callable[[Line], tuple[str | int, bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,33 +29,30 @@ class Scan:
     lines: int  # that are not blank, in the whole file
 
 
-def scan_file(stream: BinaryIO, name: str, *, text_lines: bool, limit: int | None) -> Scan:
+def scan_file(stream: BinaryIO, name: str, *, text_lines: bool, limit: int | None, rows: Rows | None = None) -> Scan:
     """Read a file from its start, and again only where ids may be equal; it stands at its start afterwards.
 
     UsageError for a custom_id given twice. Eight bytes a request are held, whatever the ids are.
     """
+    read, find_id = (read_lines, line_id) if rows is None else (rows.lines, rows.line_id)
     hashes = array("Q")
     count = 0
-    for line in read_lines(stream):
+    for line in read(stream):
         count += 1
         if not text_lines:
-            hashes.append(_hash(line))
+            hashes.append(_hash(find_id(line)[0]))
     suspects = _repeated(hashes)
     if suspects:
         stream.seek(0)
-        _refuse_repeats(name, read_lines(stream, limit), suspects)
+        _refuse_repeats(name, read(stream, limit), suspects, find_id)
     stream.seek(0)
     sha256 = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
     stream.seek(0)
     return Scan(count if limit is None else min(count, limit), sha256, count)
 
 
-def _key(line: Line) -> bytes:
-    return msgspec.json.encode(line_id(line)[0])
-
-
-def _hash(line: Line) -> int:
-    return int.from_bytes(hashlib.blake2b(_key(line), digest_size=8).digest())
+def _hash(custom_id: str | int) -> int:
+    return int.from_bytes(hashlib.blake2b(msgspec.json.encode(custom_id), digest_size=8).digest())
 
 
 def _repeated(hashes: array[int]) -> frozenset[int]:
@@ -58,16 +60,14 @@ def _repeated(hashes: array[int]) -> frozenset[int]:
     return frozenset(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
 
 
-def _refuse_repeats(name: str, lines: Iterable[Line], suspects: frozenset[int]) -> None:
+def _refuse_repeats(name: str, lines: Iterable[Line], suspects: frozenset[int], find_id: FindId) -> None:
     """Two ids with one hash need not be equal: compare them."""
     first: dict[bytes, tuple[int, bool]] = {}
-    for line in _with_hash(lines, suspects):
-        custom_id, own = line_id(line)
+    for line in lines:
+        custom_id, own = find_id(line)
+        if _hash(custom_id) not in suspects:
+            continue
         place = line.number, own
-        earlier = first.setdefault(_key(line), place)
+        earlier = first.setdefault(msgspec.json.encode(custom_id), place)
         if earlier != place:
             raise UsageError(f"{name}: {same_id(custom_id, earlier, place)}")
-
-
-def _with_hash(lines: Iterable[Line], hashes: frozenset[int]) -> Iterator[Line]:
-    return (line for line in lines if _hash(line) in hashes)

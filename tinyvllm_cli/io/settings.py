@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +68,39 @@ def _as_json(name: str, text: str) -> bytes:
     return raw
 
 
-def line_defaults(settings: Mapping[str, Any], suggested: Mapping[str, Any], *, raw: bool) -> Defaults:
+def line_defaults(
+    settings: Mapping[str, Any], suggested: Mapping[str, Any], *, raw: bool, truncate_left: bool = False
+) -> Defaults:
     """What holds for every line: `settings` of the command over what the model's generation_config.json suggests."""
     merged = {**suggested, **settings}
     answer = {name: value for name, value in merged.items() if name in ANSWER_FIELDS}
     others = {name: value for name, value in merged.items() if name not in ANSWER_FIELDS}
-    return Defaults(params=SamplingParams(**answer), raw=raw, **others)
+    return Defaults(params=SamplingParams(**answer), raw=raw, truncate_left=truncate_left, **others)
 
 
-def read_system(value: str | None) -> tuple[str | None, os.stat_result | None]:
-    """The text of --system TEXT|@FILE, and what the file is; the line end that closes it is not part of the text."""
+@dataclass(frozen=True, slots=True)
+class TextOption:
+    """An option TEXT|@FILE; the line end that closes a file is not part of the text."""
+
+    text: str
+    name: str = ""  # of the file
+    status: os.stat_result | None = None  # of the file; None: there is none
+
+    @property
+    def is_json(self) -> bool:
+        return self.name.lower().endswith(".json")
+
+
+def read_text_option(option: str, value: str | None) -> TextOption | None:
+    """The text that an option gives; UsageError where its file cannot be read."""
     if value is None or not value.startswith("@"):
-        return value, None
+        return None if value is None else TextOption(value)
+    name = value[1:]
     try:
-        with Path(value[1:]).open("rb") as file:
+        with Path(name).open("rb") as file:
             text = file.read().decode().removesuffix("\n").removesuffix("\r")
-            return text, os.fstat(file.fileno())
+            return TextOption(text, name, os.fstat(file.fileno()))
     except OSError as error:
-        raise UsageError(f"--system: cannot read {value[1:]}: {error.strerror}") from None
+        raise UsageError(f"{option}: cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"--system: {value[1:]} is not UTF-8 text") from None
+        raise UsageError(f"{option}: {name} is not UTF-8 text") from None

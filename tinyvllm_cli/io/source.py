@@ -23,8 +23,13 @@ class Source:
     name: str  # as messages call it
     stream: BinaryIO
     status: os.stat_result  # as it was opened
-    text_lines: bool  # .txt: a line is a prompt
+    suffix: str  # .jsonl, .csv or .txt; standard input is .jsonl
     named: bool  # by a path; else standard input
+
+    @property
+    def text_lines(self) -> bool:
+        """A line is a prompt."""
+        return self.suffix == ".txt"
 
     @property
     def regular(self) -> bool:
@@ -62,20 +67,22 @@ class _Raw(io.FileIO):
 
 
 def open_source(name: str) -> Source:
-    """INPUT of `run`: a .jsonl or .txt file, or - for JSON lines on standard input. UsageError for anything else."""
+    """INPUT of `run`: a .jsonl, .csv or .txt file, or - for JSON lines on standard input; UsageError otherwise."""
     if name == "-":
         return _open_stdin()
     path = Path(name)
     suffix = path.suffix.lower()
-    if suffix not in {".jsonl", ".txt"}:
-        raise UsageError(f"the input {name} is no .jsonl or .txt file; give one, or - for JSON lines on standard input")
+    if suffix not in {".jsonl", ".csv", ".txt"}:
+        raise UsageError(
+            f"the input {name} is no .jsonl, .csv or .txt file; give one, or - for JSON lines on standard input"
+        )
     try:
         if path.is_dir():
-            raise UsageError(f"the input {name} is a directory, wanted a .jsonl or .txt file")
+            raise UsageError(f"the input {name} is a directory, wanted a .jsonl, .csv or .txt file")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError(f"cannot read the input {name}: {error.strerror}") from None
-    return _source(name, fd, text_lines=suffix == ".txt", named=True)
+    return _source(name, fd, suffix=suffix, named=True)
 
 
 def _open_stdin() -> Source:
@@ -86,10 +93,10 @@ def _open_stdin() -> Source:
     if not readable:
         raise UsageError("standard input cannot be read, wanted JSON lines there")
     # Not sys.stdin: a reader that still waits would hold its lock when the interpreter ends.
-    return _source("standard input", STDIN, text_lines=False, named=False)
+    return _source("standard input", STDIN, suffix=".jsonl", named=False)
 
 
-def _source(name: str, fd: int, *, text_lines: bool, named: bool) -> Source:
+def _source(name: str, fd: int, *, suffix: str, named: bool) -> Source:
     status = os.fstat(fd)
     size = status.st_size if named and stat.S_ISREG(status.st_mode) else None
-    return Source(name, io.BufferedReader(_Raw(fd, size=size)), status, text_lines, named)
+    return Source(name, io.BufferedReader(_Raw(fd, size=size)), status, suffix, named)

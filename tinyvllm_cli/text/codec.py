@@ -62,6 +62,17 @@ class TextCodec:
         self._check_ids(request.prompt_field, ids)
         return ids
 
+    def is_plain(self, request: Request) -> bool:
+        """The prompt is given to the model as it is: nothing of a chat template stands around it."""
+        return request.messages is None and (
+            request.prompt_token_ids is not None or request.raw or self.template is None
+        )
+
+    def keep_end(self, ids: Sequence[int], count: int) -> list[int]:
+        """The last `count` >= 1 ids of a longer prompt, among them the BOS that it starts with, if it does."""
+        bos = [id for id in ids[:1] if id == self.tokenizer.bos_token_id]
+        return [*bos, *ids[len(ids) - count + len(bos) :]]
+
     def answer(self, request: Request, prompt_ids: Sequence[int]) -> Answer:
         """A fresh answer to a prompt that encode() gave."""
         tail = self.tokenizer.decode(prompt_ids[-_THOUGHT_TAIL:], skip_special=False)
@@ -76,7 +87,7 @@ class TextCodec:
         if request.messages is not None:
             return self._encode_messages(request, request.messages)
         prompt = request.prompt or ""
-        if self.template is None or request.raw:
+        if self.is_plain(request):
             return self.tokenizer.encode(prompt, add_bos=True)
         return self._encode_messages(request, (Message("user", prompt),))
 

@@ -1,0 +1,102 @@
+"""Templates over the columns of a row: Jinja in a sandbox, where a name that the row lacks is an error."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from tinyvllm_cli.errors import RequestError, UsageError
+from tinyvllm_cli.text.chat_template import MAX_CHARS
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+ROW = "row"  # all columns by their names, for those that are no name in Jinja: row["first name"]
+
+Truncate = Callable[[str, int], str]
+
+
+class RowTemplate:
+    """The text of one prompt or message, rendered for each row. Columns are data: Jinja in them stays as it is.
+
+    truncate: what the filter truncate_tokens(n) does; it needs the model's tokenizer. None: rendering is not wanted
+    yet. names: what the template takes from outside. Raises UsageError where the source is no template.
+    """
+
+    def __init__(self, source: str, truncate: Truncate | None = None) -> None:
+        from jinja2 import TemplateSyntaxError, meta
+
+        self.source = source
+        environment = _environment(truncate)
+        try:
+            tree = environment.parse(source)
+            self.names: frozenset[str] = frozenset(meta.find_undeclared_variables(tree)) - {ROW, *environment.globals}
+            self._template: Template = environment.from_string(tree)
+        except TemplateSyntaxError as error:
+            raise UsageError(f"--template is not valid Jinja: line {error.lineno}: {error.message}") from None
+        except Exception as error:  # what Python does not compile: too deep, too many digits
+            raise UsageError(f"--template is not valid Jinja: {type(error).__name__}: {_one_line(error)}") from None
+
+    def with_truncate(self, truncate: Truncate) -> RowTemplate:
+        return RowTemplate(self.source, truncate)
+
+    def render(self, columns: Mapping[str, Any]) -> str:
+        """RequestError template_error where the row lacks what the template names, or the template fails."""
+        from jinja2 import UndefinedError
+
+        text = StringIO()
+        try:
+            for part in self._template.generate({ROW: columns, **columns}):
+                text.write(part)
+                if text.tell() > MAX_CHARS:
+                    raise RequestError("template_error", f"the template writes more than {MAX_CHARS} characters")
+        except RequestError:
+            raise
+        except UndefinedError as error:
+            raise RequestError("template_error", self._undefined(columns, error)) from None
+        except Exception as error:  # a template is a program: it can fail in any way
+            message = f"the template fails: {type(error).__name__}: {_one_line(error)}"
+            raise RequestError("template_error", message) from error
+        return text.getvalue()
+
+    def _undefined(self, columns: Mapping[str, Any], error: Exception) -> str:
+        missing = sorted(self.names - columns.keys())
+        for name in missing:
+            if f"'{name}'" in str(error):
+                return no_column("the template", name, list(columns))
+        return f"the template fails: {_one_line(error)}"
+
+
+def no_column(what: str, name: str, columns: Sequence[str]) -> str:
+    """The fault of a column that `what` asks for and the row or the header lacks."""
+    nearest = difflib.get_close_matches(name, columns, 1)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"found {', '.join(columns) or 'no columns'}"
+    return f"{what} asks for the column {name}, which is not there: {hint}"
+
+
+def _environment(truncate: Truncate | None) -> Environment:
+    from jinja2 import StrictUndefined, pass_context
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def truncate_tokens(value: Any, count: Any) -> str:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise RequestError("template_error", f"truncate_tokens has {count!r}, wanted an integer >= 0")
+        assert truncate is not None, "rows are rendered once there is a tokenizer"
+        return truncate(str(value), count)
+
+    @pass_context
+    def as_it_is(_context: object, value: object) -> object:
+        return value
+
+    # optimized, finalize: nothing is computed while the template compiles, where no bound holds (chat_template.py).
+    environment = ImmutableSandboxedEnvironment(
+        undefined=StrictUndefined, keep_trailing_newline=True, optimized=False, finalize=as_it_is
+    )
+    environment.filters["truncate_tokens"] = truncate_tokens
+    return environment
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())
