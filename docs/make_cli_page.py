@@ -10,6 +10,18 @@ import click
 from tinyvllm_cli.cli import tinyvllm
 
 PAGE = Path(__file__).parent / "cli.md"
+HEAD = """\
+# Commands
+
+Commands, options, their values, models and files are completed where the shell is told so when it starts:
+
+```sh
+eval "$(_TINYVLLM_COMPLETE=bash_source tinyvllm)"   # bash 4.4 or later, in ~/.bashrc
+eval "$(_TINYVLLM_COMPLETE=zsh_source tinyvllm)"    # zsh, in ~/.zshrc, after compinit
+_TINYVLLM_COMPLETE=fish_source tinyvllm | source    # fish, in ~/.config/fish/config.fish
+```
+
+"""
 
 
 def pages(command: click.Command, name: str, parent: click.Context | None = None) -> list[str]:
@@ -26,7 +38,7 @@ def pages(command: click.Command, name: str, parent: click.Context | None = None
 
 
 def render() -> str:
-    return "# Commands\n\n" + "\n".join(pages(tinyvllm, "tinyvllm"))
+    return HEAD + "\n".join(pages(tinyvllm, "tinyvllm"))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from command import write_lines
 from lines import read
+from scripts import script
 from tiny import make_tiny_model
 
 from tinyvllm_cli.backends.timing import Rates
@@ -24,18 +24,6 @@ from tinyvllm_cli.bench.limit import compute_limit
 from tinyvllm_cli.model.checkpoint import open_checkpoint
 from tinyvllm_cli.model.random_weights import random_config
 from tinyvllm_cli.types import Request, SlotOptions
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for their module
-    spec.loader.exec_module(module)
-    return module
-
 
 make_prompts, compare_runs = map(script, ("make_prompts", "compare_runs"))
 gpu_timeline, gpu_prefill, gpu_attention = map(script, ("gpu_timeline", "gpu_prefill", "gpu_attention"))

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_system_and_raw(chat: Path, tmp_path: Path):
         (["in.jsonl", "--set", "top_k=1", "--set", "top_k=2"], "top_k is given twice"),
         (["in.jsonl", "--raw", "-s", "x"], "--raw"),
         (["in.jsonl", "-s", "@no.txt"], "cannot read no.txt"),
-        (["in.jsonl", "-o", "old.jsonl"], "old.jsonl exists: give --overwrite"),
+        (["in.jsonl", "-o", "old.jsonl"], "old.jsonl exists: give --resume to go on with it, --overwrite"),
         (["in.jsonl", "-o", "in.jsonl", "--overwrite"], "is the input itself"),
         (["in.jsonl", "-o", "no/out.jsonl"], "does not exist"),
         (["in.jsonl", "-o", "new.jsonl", "--record", "in.jsonl"], "is the input itself"),
@@ -274,7 +275,8 @@ def test_the_record_of_a_template(tmp_path: Path, uses_date: bool):
     answers_to(tmp_path, model, LINES[:1])
     found = json.loads((tmp_path / "out.jsonl.run.json").read_text())
     assert found["chat_template"]["sha256"] == hashlib.sha256(template.encode()).hexdigest()
-    assert ("frozen_date" in found) is uses_date
+    assert datetime.fromisoformat(found["frozen_date"]).tzinfo is not None
+    assert found["answerer"]["date"] == (found["frozen_date"] if uses_date else None)
 
 
 # ---------------------------------------------------------------- exit codes

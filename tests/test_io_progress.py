@@ -1,5 +1,6 @@
 """What a run says: lines that stay lines whatever names they hold, and a bar that leaves the terminal as it was."""
 
+import math
 import os
 import pty
 import sys
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyvllm_cli.io.progress import Bar, Display, PlainLines
-from tinyvllm_cli.io.said import printable
+from tinyvllm_cli.io.progress import Bar, Display, PlainLines, duration, make_display
 from tinyvllm_cli.io.summary import Progress
+from tinyvllm_cli.said import printable
 
 NAME = "a\nb\r\x1b[2J\u2028\udcff:smile:[bold]\u00e9\U0001f600"
 SHOWN = "a\\nb\\r\\x1b[2J\\u2028\\udcff:smile:[bold]\u00e9\U0001f600"
@@ -56,4 +57,32 @@ def test_a_bar_never_hides_the_cursor(monkeypatch: pytest.MonkeyPatch):
         bar.close()
 
     said = on_terminal(monkeypatch, show)
-    assert "1/2" in said and "said meanwhile" in said and "\x1b[?25l" not in said
+    assert "1 of 2 done" in said and "said meanwhile" in said and "\x1b[?25l" not in said
+
+
+@pytest.mark.parametrize(("term", "bar"), [("xterm", True), ("", False), ("dumb", False), ("unknown", False)])
+@pytest.mark.parametrize("answers_there", [False, True])
+def test_a_bar_is_for_terminals_with_a_cursor(
+    monkeypatch: pytest.MonkeyPatch, term: str, bar: bool, answers_there: bool
+):
+    made: list[Display] = []
+
+    def make() -> None:
+        monkeypatch.setenv("TERM", term)
+        made.append(make_display(quiet=False, answers_on_terminal=answers_there))
+
+    on_terminal(monkeypatch, make)
+    assert isinstance(made[0], Bar) is (bar and not answers_there)
+
+
+@given(st.floats(0, 1e9))
+def test_a_duration_is_right_to_its_second_unit(seconds: float):
+    words = duration(seconds).split()
+    numbers, units = list(map(int, words[::2])), words[1::2]
+    in_seconds = {"d": 86_400, "h": 3600, "min": 60, "s": 1}
+    assert units in (["d", "h"], ["h", "min"], ["min", "s"], ["s"])
+    said = sum(number * in_seconds[unit] for number, unit in zip(numbers, units, strict=True))
+    assert -0.5 <= seconds - said < in_seconds[units[-1]]
+    assert numbers[0] > 0 or units == ["s"], "the largest unit that there is"
+    less_than = {"d": math.inf, "h": 24, "min": 60, "s": 60}
+    assert all(number < less_than[unit] for number, unit in zip(numbers, units, strict=True))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from lines import GOOD, json_values, read, read_one, refusal, request
 
 from tinyvllm_cli.io.fields import FIELDS
@@ -14,31 +13,6 @@ from tinyvllm_cli.io.prompts import Defaults, read_lines
 from tinyvllm_cli.types import Completion, Request, SamplingParams
 
 # ---------------------------------------------------------------- lines
-
-field_lines = st.dictionaries(st.sampled_from(list(FIELDS)), json_values, max_size=5).map(json.dumps).map(str.encode)
-any_line = st.binary(max_size=40) | st.text(max_size=40).map(str.encode) | json_values.map(json.dumps).map(str.encode)
-
-
-@given(st.lists(any_line | field_lines, max_size=8))
-def test_every_line_is_accounted_for_once_and_none_is_a_bug(lines: list[bytes]):
-    lines = [line.replace(b"\n", b" ") for line in lines]
-    wanted = [number for number, line in enumerate(lines, start=1) if line.strip()]
-    items = read(b"\n".join([b" ", *lines]), check_ids=True)
-    assert [item.line for item in items] == [number + 1 for number in wanted]
-    assert [item.request_id for item in items] == list(range(len(wanted)))
-    assert all(isinstance(item, Request) or (item.error and item.error.type != "internal") for item in items)
-
-
-@given(st.lists(any_line | field_lines, max_size=5), st.integers(0, 5))
-def test_bad_lines_never_change_a_good_one(lines: list[bytes], place: int):
-    lines = [line.replace(b"\n", b" ") for line in lines]
-    good = b'{"custom_id": "the good one", "prompt": "x", "max_tokens": 3, "metadata": [1.50]}'
-    lines.insert(place, good)
-    found = [item for item in read(b"\n".join(lines)) if item.custom_id == "the good one"]
-    wanted = read_one(good)
-    assert [(item.params, item.prompt, item.metadata_json) for item in found if isinstance(item, Request)] == [
-        (wanted.params, wanted.prompt, wanted.metadata_json)
-    ]
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"\n\n  \n"])

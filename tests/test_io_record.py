@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from command import strict_json
 
 from tinyvllm_cli.errors import UsageError
-from tinyvllm_cli.io.record import MAX_BYTES, MAX_TRACEBACKS, RunRecord, check_record_path
+from tinyvllm_cli.io.record import MAX_BYTES, MAX_TRACEBACKS, RunRecord, check_record_path, read_record
 
 
 def make_record(path: Path | None, **options: Any) -> tuple[RunRecord, list[str]]:
@@ -169,3 +170,36 @@ def test_a_record_that_cannot_be_made_is_refused_before_the_run(tmp_path: Path):
 def test_bytes_of_the_command_line_that_are_no_text_leave_strict_json(tmp_path: Path):
     RunRecord(tmp_path / "r", {"command": ["a\udcff", "\U0001f600"]}, warn=print).write("running", {})
     assert strict_json((tmp_path / "r").read_bytes())["command"] == ["a?", "\U0001f600"]
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [(json.dumps(RECORD | {"frozen_date": 5}), True), ("", False), ("{", False), ("[]", False), ("{}", False),
+     ("5", False), ("[" * 100_000, False), ('"\\ud800"', False), (json.dumps(RECORD) + " " * MAX_BYTES, False)],
+)  # fmt: skip
+def test_an_earlier_record_is_read_or_there_is_none(tmp_path: Path, text: str, known: bool):
+    (tmp_path / "r").write_text(text)
+    assert read_record(tmp_path / "r") == (RECORD | {"frozen_date": 5} if known else None)
+    assert read_record(tmp_path / "no") is read_record(tmp_path) is read_record(None) is None
+    (tmp_path / "r").write_bytes(b"\xff" + text.encode())
+    assert read_record(tmp_path / "r") is None
+
+
+def test_whoever_reads_it_finds_a_whole_one(tmp_path: Path):
+    path = tmp_path / "r.json"
+    record, said = make_record(path)
+    record.write("running", {"done": 0, "more": "x" * 100_000})
+    ended = threading.Event()
+
+    def write() -> None:
+        for done in range(1, 200):
+            record.write("running", {"done": done, "more": "x" * 100_000})
+        ended.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen = []
+    while not ended.is_set():
+        seen.append(json.loads(path.read_bytes())["progress"]["done"])
+    thread.join()
+    assert seen == sorted(seen) and len(set(seen)) > 5 and not said

@@ -30,10 +30,11 @@ def answer(text: str = "hi", custom_id: str | int = "a", **more: Any) -> Complet
 
 
 def test_an_answer_line():
-    line = encode(answer(metadata_json=b'{"a": 1.50}'))
+    line = encode(answer(metadata_json=b'{"a": 1.50}', fingerprint="0123456789abcdef"))
     assert line == (
         b'{"custom_id":"a","index":3,"choices":[{"index":0,"text":"hi","finish_reason":"stop","stop_reason":null}],'
-        b'"usage":{"prompt_tokens":7,"completion_tokens":2},"metadata":{"a": 1.50},"error":null,"stats":{'
+        b'"usage":{"prompt_tokens":7,"completion_tokens":2},"metadata":{"a": 1.50},'
+        b'"fingerprint":"0123456789abcdef","error":null,"stats":{'
         b'"queue_s":0.123457,"ttft_s":1.0,"decode_s":0.333333,"e2e_s":1.333333,"tokens_per_s":0.666667,'
         b'"cached_tokens":0}}\n'
     )
@@ -57,6 +58,7 @@ def test_an_error_line(field: str | None):
         "index": 0,
         "choices": [],
         "usage": None,
+        "fingerprint": None,
         "error": error | ({"field": field} if field else {}),
         "stats": None,
     }
@@ -76,7 +78,7 @@ def test_whatever_the_text_an_answer_is_one_line_of_utf8(text: str, custom_id: s
 
 def put(target: Path | str, *texts: str, overwrite: bool = False, source: os.stat_result | None = None) -> None:
     used = {} if source is None else {"input": source}
-    with open_output(str(target), overwrite=overwrite, used=used) as writer:
+    with open_output(str(target), existing="overwrite" if overwrite else "refuse", used=used) as writer:
         writer.begin()
         for text in texts:
             writer.write(answer(text))
@@ -84,7 +86,7 @@ def put(target: Path | str, *texts: str, overwrite: bool = False, source: os.sta
 
 def test_each_line_is_there_at_once(tmp_path: Path):
     out = tmp_path / "out.jsonl"
-    with open_output(str(out), overwrite=False, used={}) as writer:
+    with open_output(str(out), existing="refuse", used={}) as writer:
         writer.begin()
         for count in range(1, 4):
             writer.write(answer())
@@ -97,7 +99,7 @@ def test_an_existing_output_is_replaced_only_when_asked_and_only_once_the_run_st
     out.write_text(precious)
     with pytest.raises(UsageError, match="--overwrite"):
         put(out, "new")
-    with open_output(str(out), overwrite=True, used={}):
+    with open_output(str(out), existing="overwrite", used={}):
         pass  # the model did not load
     assert out.read_text() == precious
     put(out, "new", overwrite=True)
@@ -106,13 +108,13 @@ def test_an_existing_output_is_replaced_only_when_asked_and_only_once_the_run_st
 
 def test_a_run_that_never_starts_leaves_no_file(tmp_path: Path):
     out = tmp_path / "out.jsonl"
-    with pytest.raises(RuntimeError), open_output(str(out), overwrite=False, used={}):
+    with pytest.raises(RuntimeError), open_output(str(out), existing="refuse", used={}):
         assert out.exists()
         raise RuntimeError
     assert not out.exists()
     link = tmp_path / "link.jsonl"
     link.symlink_to(out)
-    with open_output(str(link), overwrite=False, used={}):
+    with open_output(str(link), existing="refuse", used={}):
         assert out.exists()
     assert not out.exists() and link.is_symlink()
 
@@ -150,7 +152,7 @@ def test_the_input_is_never_the_output(tmp_path: Path, overwrite: bool, link: st
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_second_of_two_runs_on_one_output_is_refused(tmp_path: Path, overwrite: bool):
     out = tmp_path / "out.jsonl"
-    with open_output(str(out), overwrite=False, used={}) as writer:
+    with open_output(str(out), existing="refuse", used={}) as writer:
         with pytest.raises(UsageError, match="another run"):
             put(out, "second", overwrite=overwrite)
         writer.begin()
@@ -217,7 +219,7 @@ def full_after(room: int) -> Callable[[int, memoryview], int]:
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out = tmp_path / "out.jsonl"
-    with open_output(str(out), overwrite=False, used={}) as writer:
+    with open_output(str(out), existing="refuse", used={}) as writer:
         writer.begin()
         monkeypatch.setattr(results.os, "write", full_after(len(encode(answer())) + 10))
         writer.write(answer())

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.io import scan
-from tinyvllm_cli.io.prompts import read_lines
-from tinyvllm_cli.io.scan import Scan, scan_file
+from tinyvllm_cli.io.prompts import Line, line_id, read_lines
+from tinyvllm_cli.io.scan import Scan, id_hash, scan_file
 from tinyvllm_cli.io.source import open_source
 
 ids = st.one_of(st.none(), st.integers(0, 6), st.integers(0, 6).map(str), st.integers(0, 6).map(lambda i: f"line-{i}"))
@@ -42,7 +42,7 @@ def test_two_lines_with_one_id_are_refused_and_no_others(
     pairs = [(a + 1, b + 1) for b in range(len(named)) for a in range(b) if named[a] == named[b]]
     with pytest.MonkeyPatch.context() as patch:
         if weak:  # every two ids have one hash
-            patch.setattr(scan, "_hash", lambda line: 7)
+            patch.setattr(scan, "id_hash", lambda custom_id: 7)
         if not pairs:
             assert scan_path(path, limit=limit).requests == len(named)
             return
@@ -75,3 +75,16 @@ def test_a_file_stands_at_its_start_after_a_scan(tmp_path: Path):
     with open_source(str(write(tmp_path, ["{}", '{"custom_id": 1}']))).stream as stream:
         scan_file(stream, "in", text_lines=False, limit=None)
         assert [line.number for line in read_lines(stream)] == [1, 2]
+
+
+@given(st.text() | st.integers(-(2**63), 2**64), st.text() | st.integers(-(2**63), 2**64))
+def test_ids_have_one_hash_where_they_are_one_id(one: str | int, other: str | int):
+    """Text and number differ; how JSON spells an id does not matter."""
+    alike = type(one) is type(other) and one == other
+    assert (id_hash(one) == id_hash(other)) is alike
+    assert 0 <= id_hash(one) < 2**64
+    if isinstance(one, int):
+        assert id_hash(one) != id_hash(str(one))
+    spelled = [json.dumps({"custom_id": one}, ensure_ascii=ascii) for ascii in (True, False)]
+    lines = [Line(0, 1, text.encode()) for text in spelled]
+    assert {id_hash(line_id(line)[0]) for line in lines} == {id_hash(one)}

@@ -21,7 +21,7 @@ from tinyvllm_cli.cli.run import run
 from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.machine_options import MachineOptions
 from tinyvllm_cli.model.random_weights import random_config
-from tinyvllm_cli.run_file import RunOptions
+from tinyvllm_cli.run_options import RunOptions
 
 NAMES = [field.name for field in fields(MachineOptions)]
 OTHER: dict[str, Any] = {  # than the default

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from typing import Any
 
 import numpy as np
 
 from tinyvllm_cli.engine.intake import take_prompt
 from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, RequestError
+from tinyvllm_cli.io.input import Input
+from tinyvllm_cli.io.progress import make_display
 from tinyvllm_cli.io.prompts import Item
-from tinyvllm_cli.io.said import warn
+from tinyvllm_cli.load import open_text_side
+from tinyvllm_cli.run_options import RunOptions
+from tinyvllm_cli.said import warn
 from tinyvllm_cli.text.codec import TextCodec
 from tinyvllm_cli.types import Completion, Request
 
 
-def dry_run(items: Iterable[Item], codec: TextCodec, context: int, *, say: Callable[[str], None]) -> int:
+def dry_run(options: RunOptions, settings: Mapping[str, Any], input: Input, system: str | None) -> int:
+    """What a run with these options would come to, and its exit code; nothing is written, no device is asked for.
+
+    settings: of RunOptions.settings(); system: the text of --system.
+    """
+    display = make_display(quiet=options.quiet, answers_on_terminal=False)
+    model = open_text_side(
+        options.model, revision=options.revision, system=system, report=display.say, progress=not options.quiet
+    )
+    with closing(model):
+        context = min(model.checkpoint.config.max_position, options.max_model_len or sys.maxsize)
+        items = input.requests(options.defaults(settings, model.checkpoint), model.codec)
+        return validate(items, model.codec, context, say=display.say)
+
+
+def validate(items: Iterable[Item], codec: TextCodec, context: int, *, say: Callable[[str], None]) -> int:
     """Tell of each line that would fail, then what the others hold; the exit code that a run would have by that.
 
     context: tokens of prompt and answer together; what fits into the memory of a device is not asked.

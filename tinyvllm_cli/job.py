@@ -9,11 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.io.feed import Feed
+from tinyvllm_cli.io.ordered import Order
 from tinyvllm_cli.io.progress import Display
 from tinyvllm_cli.io.record import RunRecord
 from tinyvllm_cli.io.results import ResultWriter
 from tinyvllm_cli.io.summary import Progress, Summary, Tally, percentile
-from tinyvllm_cli.types import Completion, Request
+from tinyvllm_cli.said import warn
+from tinyvllm_cli.types import Completion, Failure, Request
 
 WAIT_S = 1.0  # for a line while there is nothing else to do; then progress and record are looked at again
 
@@ -37,10 +39,13 @@ class Job:
         display: Display,
         record: RunRecord,
         total: int | None = None,
+        order: Order | None = None,
+        tell_failures: bool = False,
         hold: Hold = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """total: requests in the input, None where it is a pipe."""
+        """total: requests in the input, None where it is a pipe. order: where answers leave in that of the input.
+        tell_failures: an output line cannot say why there is no answer."""
         self.tally = Tally()
         self._engine = engine
         self._feed = feed
@@ -48,6 +53,8 @@ class Job:
         self._display = display
         self._record = record
         self._total = total
+        self._order = order
+        self._tell_failures = tell_failures
         self._hold = hold
         self._clock = clock
         self._started = clock()
@@ -61,6 +68,12 @@ class Job:
             self._fill()
             self._step()
             self._show()
+
+    def write_rest(self) -> None:
+        """For a run that ends here: write what is finished and waits for its turn. Errors as those of the writer."""
+        if self._order is not None and not self._tell_failures:  # a line of text is known by its place alone
+            for completion in self._order.rest():
+                self._write(completion)
 
     def progress(self) -> Progress:
         """How far the run is."""
@@ -115,10 +128,14 @@ class Job:
         for _ in range(FILL_ITEMS):
             if size >= FILL_SIZE or self._feed.exhausted or not self._engine.wants_more:
                 return
+            if self._order is not None and self._order.full:
+                return
             item = self._feed.pull(WAIT_S if self._engine.idle else 0.0)
             if item is None:
                 return
             with self._hold():
+                if self._order is not None:
+                    self._order.join(item.request_id)
                 if isinstance(item, Completion):
                     self._finish(item)
                 else:
@@ -135,16 +152,27 @@ class Job:
                 except DeviceError as error:
                     for completion in self._engine.fail_running(f"the GPU failed under way: {error}"):
                         self._finish(completion)
+                    self.write_rest()
                     raise
                 for event in events:
                     if isinstance(event, Completion):
                         self._finish(event)
 
     def _finish(self, completion: Completion) -> None:
+        for ready in [completion] if self._order is None else self._order.finish(completion):
+            self._write(ready)
+
+    def _write(self, completion: Completion) -> None:
         self._writer.write(completion)
         self.tally.add(completion)
-        if completion.error is not None and completion.error.detail is not None:
-            self._record.add_traceback(completion.error.detail)
+        if completion.error is not None:
+            self._tell(completion.line, completion.error)
+
+    def _tell(self, line: int | None, failure: Failure) -> None:
+        if self._tell_failures:
+            warn(f"line {line}: {failure.type}: {failure.message}")
+        if failure.detail is not None:
+            self._record.add_traceback(failure.detail)
 
     def _show(self) -> None:
         self._display.update(self.progress())

@@ -5,9 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 
 from tinyvllm_cli.backends.base import Backend
-from tinyvllm_cli.backends.choose import BackendName, check_dtype, choose_backend, engine_config, open_backend
+from tinyvllm_cli.backends.choose import (
+    BackendName,
+    Chosen,
+    check_dtype,
+    choose_backend,
+    engine_config,
+    open_backend,
+)
 from tinyvllm_cli.config import EngineConfig, EngineOptions
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
@@ -31,6 +39,19 @@ class TextSide:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """A model whose weights have not been read: all that a run can be checked with before it starts."""
+
+    backend: Chosen
+    config: EngineConfig  # in force
+    text: TextSide
+    seconds: float  # that it took
+
+    def close(self) -> None:
+        self.text.close()
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """A model that is ready to answer."""
 
@@ -40,7 +61,7 @@ class LoadedModel:
     codec: TextCodec
     checkpoint: Checkpoint
     files: ModelFiles
-    load_s: float  # from finding the files to the first step that could run
+    load_s: float  # finding the files, and making them ready for the first step
 
     def close(self) -> None:
         self.backend.close()
@@ -52,15 +73,61 @@ def open_text_side(
     *,
     revision: str | None = None,
     system: str | None = None,
+    now: datetime | None = None,
     report: Callable[[str], None],
     progress: bool = True,
 ) -> TextSide:
-    """Find the files, read the headers, join the text side. As open_engine(); ModelError for whatever they lack."""
+    """Find the files, read the headers, join the text side. now: the date that chat templates see.
+
+    As prepare(); ModelError for whatever they lack.
+    """
     files = find_model(model, revision=revision, report=report, progress=progress)
     checkpoint = open_checkpoint(files.path)
     tokenizer = load_tokenizer(checkpoint.source)
-    codec = TextCodec(tokenizer, load_chat_template(checkpoint.source), system, checkpoint.config.vocab_size)
+    template = load_chat_template(checkpoint.source, now=now)
+    codec = TextCodec(tokenizer, template, system, checkpoint.config.vocab_size)
     return TextSide(codec, checkpoint, files)
+
+
+def prepare(
+    model: str,
+    *,
+    revision: str | None = None,
+    backend: BackendName = "auto",
+    config: EngineOptions,
+    system: str | None = None,
+    now: datetime | None = None,
+    report: Callable[[str], None],
+    progress: bool = True,
+) -> Prepared:
+    """Find a model and read all but its weights. now: as of open_text_side(). `report` gets a line when something is
+    fetched; progress: a bar while it is, on a terminal.
+
+    Errors: ModelError for whatever the files lack, DeviceError for the GPU (before anything is fetched, where that
+    can be told so early), UsageError for a config that cannot be.
+    """
+    started = time.monotonic()
+    chosen = choose_backend(backend)
+    check_dtype(chosen, config.dtype)
+    text = open_text_side(model, revision=revision, system=system, now=now, report=report, progress=progress)
+    in_force = engine_config(chosen, config, text.checkpoint)
+    return Prepared(chosen, in_force, text, time.monotonic() - started)
+
+
+def load(prepared: Prepared) -> LoadedModel:
+    """Read the weights and make the device ready. ModelError where they do not fit, DeviceError for the GPU."""
+    started = time.monotonic()
+    config, codec, checkpoint = prepared.config, prepared.text.codec, prepared.text.checkpoint
+    device = open_backend(prepared.backend, checkpoint, config, codec.tokenizer.size, known_cache_dir())
+    engine = Engine(
+        device,
+        codec,
+        eos_token_ids=checkpoint.generation.eos_token_ids,
+        run_seed=config.seed,
+        prefix_cache=config.prefix_cache,
+    )
+    seconds = prepared.seconds + time.monotonic() - started
+    return LoadedModel(engine, config, device, codec, checkpoint, prepared.text.files, seconds)
 
 
 def open_engine(
@@ -69,27 +136,7 @@ def open_engine(
     revision: str | None = None,
     backend: BackendName = "auto",
     config: EngineOptions,
-    system: str | None = None,
     report: Callable[[str], None],
-    progress: bool = True,
 ) -> LoadedModel:
-    """Make a model ready. `report` gets a line when something is fetched; progress: a bar while it is, on a terminal.
-
-    Errors: ModelError for whatever the files lack, DeviceError for the GPU (before anything is fetched, where that
-    can be told so early), UsageError for a config that cannot be.
-    """
-    started = time.monotonic()
-    chosen = choose_backend(backend)
-    check_dtype(chosen, config.dtype)
-    text = open_text_side(model, revision=revision, system=system, report=report, progress=progress)
-    codec, checkpoint, files = text.codec, text.checkpoint, text.files
-    in_force = engine_config(chosen, config, checkpoint)
-    device = open_backend(chosen, checkpoint, in_force, codec.tokenizer.size, known_cache_dir())
-    engine = Engine(
-        device,
-        codec,
-        eos_token_ids=checkpoint.generation.eos_token_ids,
-        run_seed=in_force.seed,
-        prefix_cache=in_force.prefix_cache,
-    )
-    return LoadedModel(engine, in_force, device, codec, checkpoint, files, time.monotonic() - started)
+    """prepare() and load(), with their errors."""
+    return load(prepare(model, revision=revision, backend=backend, config=config, report=report))

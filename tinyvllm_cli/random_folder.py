@@ -7,7 +7,6 @@ import math
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from tinyvllm_cli.model.weights.layout import tensor_shapes
 from tinyvllm_cli.model.weights.safetensors import INDEX
 from tinyvllm_cli.model.weights.safetensors_writer import Shapes, write_safetensors
 from tinyvllm_cli.model.weights.source import TensorSource
+from tinyvllm_cli.said import on_terminal
 from tinyvllm_cli.text.random_tokenizer import random_tokenizer
 from tinyvllm_cli.text.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 
@@ -155,6 +155,6 @@ def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not (shown and sys.stderr.isatty())) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and on_terminal())) as bar:
         task = bar.add_task("", total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

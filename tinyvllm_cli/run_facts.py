@@ -86,8 +86,6 @@ def model_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
             "sha256": hashlib.sha256(template.source.encode()).hexdigest(),
             "source": template.source,
         }
-        if "strftime_now" in template.source:
-            facts["frozen_date"] = template.now.isoformat(timespec="seconds")
     return facts
 
 

@@ -7,64 +7,44 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, DeviceError, OutputClosedError, TinyvllmError, UsageError
+from tinyvllm_cli.engine.fingerprint import Fingerprints
+from tinyvllm_cli.errors import (
+    EXIT_OK,
+    EXIT_SOME_FAILED,
+    DeviceError,
+    OutputClosedError,
+    TinyvllmError,
+    UsageError,
+)
 from tinyvllm_cli.io.feed import FileFeed, PipeFeed
+from tinyvllm_cli.io.input import Input, look_at
+from tinyvllm_cli.io.openai_answers import Stamp
+from tinyvllm_cli.io.openai_lines import note_model
+from tinyvllm_cli.io.ordered import Order
 from tinyvllm_cli.io.progress import Display, make_display
-from tinyvllm_cli.io.prompts import Defaults, Item, read_lines, read_requests
-from tinyvllm_cli.io.record import RunRecord, State, check_record_path
-from tinyvllm_cli.io.results import ResultWriter, open_output
-from tinyvllm_cli.io.rows import Rows, read_rows
-from tinyvllm_cli.io.said import warn
-from tinyvllm_cli.io.scan import Scan, scan_file
-from tinyvllm_cli.io.settings import line_defaults, read_settings, read_text_option
-from tinyvllm_cli.io.source import Source, open_source
-from tinyvllm_cli.io.summary import Progress
+from tinyvllm_cli.io.prompts import Defaults, Item
+from tinyvllm_cli.io.record import RunRecord, State, check_record_path, read_record
+from tinyvllm_cli.io.results import Encode, ResultWriter, encoder, open_output
+from tinyvllm_cli.io.resume import Earlier, Resume, read_earlier, stamped
+from tinyvllm_cli.io.rows import read_rows
+from tinyvllm_cli.io.settings import read_text_option
+from tinyvllm_cli.io.shard import read_shard
+from tinyvllm_cli.io.source import open_source
+from tinyvllm_cli.io.summary import Progress, Tally
+from tinyvllm_cli.io.text_answers import encode_text
 from tinyvllm_cli.job import Hold, Job
-from tinyvllm_cli.machine_options import MachineOptions
 from tinyvllm_cli.run_facts import answers_line, model_facts, model_line, prompts_line, run_facts
-from tinyvllm_cli.text.truncate import TokenCutter
+from tinyvllm_cli.run_options import RunOptions
+from tinyvllm_cli.run_resume import answerer, differences, frozen_date, resume_command
+from tinyvllm_cli.said import warn
+from tinyvllm_cli.types import Request
 
 if TYPE_CHECKING:
-    from tinyvllm_cli.load import LoadedModel
-    from tinyvllm_cli.model.checkpoint import Checkpoint
-    from tinyvllm_cli.text.codec import TextCodec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(MachineOptions):
-    """The options of `run` by their names; None: not given."""
-
-    input: str
-    model: str
-    revision: str | None = None
-    template: str | None = None
-    system: str | None = None
-    raw: bool = False
-    truncate: str | None = None
-    id: str | None = None
-    keep: tuple[str, ...] = ()
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    set: tuple[str, ...] = ()
-    model_sampling: bool = False
-    output: str = "-"
-    overwrite: bool = False
-    limit: int | None = None
-    dry_run: bool = False
-    record: str | None = None
-    quiet: bool = False
-
-    def settings(self) -> dict[str, Any]:
-        """The fields of a line that the command sets. UsageError for a bad one."""
-        read_settings({"seed": self.seed}, ())  # only to check it: the run's seed is no field of a line
-        named = {"n": self.n, "max_tokens": self.max_tokens, "temperature": self.temperature}
-        return read_settings({**named, "stop": self.stop or None}, self.set)
+    from tinyvllm_cli.load import LoadedModel, Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +53,34 @@ class _Checked:
 
     options: RunOptions
     settings: dict[str, Any]
-    source: Source
-    scan: Scan | None  # None: the input can be read only once
-    rows: Rows | None
+    system: str | None
+    input: Input
     writer: ResultWriter
+    earlier: Earlier | None  # what is there to be resumed
     record_path: Path | None
+    record: dict[str, Any] | None  # of the earlier run
     facts: dict[str, Any]  # for the record
+    command: list[str]
     display: Display
+
+    @property
+    def how_to_go_on(self) -> str:
+        """The end of a message about a run that did not finish."""
+        resumable = self.writer.is_file and self.options.format == "jsonl"
+        return f"; go on with: {resume_command(self.command)}" if resumable else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A run whose model is known but for its weights: which requests are to be answered, and how."""
+
+    prepared: Prepared
+    defaults: Defaults
+    items: Iterator[Item]
+    resume: Resume | None
+    encode: Encode
+    facts: dict[str, Any]  # for the record
+    total: int | None  # requests to answer; None: the input is a pipe
 
 
 def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[str], hold: Hold = nullcontext) -> int:
@@ -87,9 +88,8 @@ def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[s
 
     origins: where each option came from; command: the command line. Both are for the record. hold: see Job.
     """
-    if options.raw and options.system is not None:
-        raise UsageError("--system needs the chat template that --raw turns off: give one of them")
-    settings = options.settings()
+    options.check()
+    settings, shard = options.settings(), read_shard(options.shard)
     texts = {"--system": read_text_option("--system", options.system)}
     texts["--template"] = read_text_option("--template", options.template)
     system = None if texts["--system"] is None else texts["--system"].text
@@ -99,28 +99,79 @@ def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[s
     # A pipe stays open: closing it would wait for the thread that reads it.
     with closing(source.stream) if source.regular else nullcontext():
         rows = read_rows(source, texts["--template"], options.id, options.keep, raw=options.raw)
-        scan = _scan(source, options.limit, rows)
+        input = look_at(source, rows, limit=options.limit, shard=shard)
         if options.dry_run:
-            return _dry_run(options, settings, source, rows, system)
-        with open_output(options.output, overwrite=options.overwrite, used=used) as writer:
+            from tinyvllm_cli.dry_run import dry_run
+
+            return dry_run(options, settings, input, system)
+        with open_output(options.output, existing=options.existing, used=used) as writer:
             _refuse_model_file(writer, Path(options.model))
             record_path = _record_path(options, writer, used)
-            facts = run_facts(command, asdict(options), origins, source, scan)
-            display = make_display(quiet=options.quiet, answers_on_terminal=writer.is_terminal)
-            run = _Checked(options, settings, source, scan, rows, writer, record_path, facts, display)
-            if scan is not None and scan.requests == 0:
-                return _nothing_to_do(run)
-            with closing(_load(run, system)) as loaded:
-                _refuse_model_file(writer, loaded.files.path)
-                return _answer(run, loaded, hold)
+            run = _Checked(
+                options=options,
+                settings=settings,
+                system=system,
+                input=input,
+                writer=writer,
+                earlier=_read_earlier(options, writer),
+                record_path=record_path,
+                record=read_record(record_path) if options.resume else None,
+                facts=run_facts(command, asdict(options), origins, source, input.scan),
+                command=command,
+                display=make_display(quiet=options.quiet, answers_on_terminal=writer.is_terminal),
+            )
+            return _run(run, hold)
 
 
-def _nothing_to_do(run: _Checked) -> int:
-    run.writer.begin()
-    nothing = Progress(done=0, failed=0, total=0, prompt_tokens=0, completion_tokens=0, made_tokens=0, elapsed_s=0.0)
-    RunRecord(run.record_path, run.facts, warn=warn).write("finished", nothing.as_json())
-    run.display.say(f"{run.source.name} holds no requests: nothing to do")
+def _run(run: _Checked, hold: Hold) -> int:
+    if run.input.scan is not None and run.input.scan.requests == 0:
+        return _no_requests(run)
+    date = frozen_date(run.record)
+    with closing(_prepare(run, date)) as prepared:
+        _refuse_model_file(run.writer, prepared.text.files.path)
+        ready = _compare(run, prepared, date)
+        resume = ready.resume
+        if resume is not None and run.input.scan is not None and not resume.requests:
+            return _nothing_to_answer(run, ready)
+        from tinyvllm_cli.load import load
+
+        with closing(load(prepared)) as loaded:
+            return _answer(run, ready, loaded, hold)
+
+
+def _no_requests(run: _Checked) -> int:
+    if run.earlier is None:
+        run.writer.begin()
+        nothing = Progress(
+            done=0, failed=0, total=0, prompt_tokens=0, completion_tokens=0, made_tokens=0, elapsed_s=0.0
+        )
+        RunRecord(run.record_path, run.facts, warn=warn).write("finished", nothing.as_json())
+    of = "" if run.options.shard is None else f" for the shard {run.options.shard}"
+    run.display.say(f"{run.input.source.name} holds no requests{of}: nothing to do")
     return EXIT_OK
+
+
+def _nothing_to_answer(run: _Checked, ready: _Ready) -> int:
+    """Every request that can be read has its answer: no model is needed, and the record of the run that did it stays.
+
+    Lines that cannot be read get their error again.
+    """
+    tally = Tally()
+    _begin(run.writer, ready)
+    for item in ready.items:
+        assert not isinstance(item, Request), "what can be read has been answered"
+        run.writer.write(item)
+        tally.add(item)
+    kept = 0 if ready.resume is None else ready.resume.kept
+    run.display.say(f"nothing to do: {kept} requests of {run.input.source.name} are answered in {run.writer.name}")
+    return _exit_code(tally, quiet=False)
+
+
+def _read_earlier(options: RunOptions, writer: ResultWriter) -> Earlier | None:
+    if not options.resume or not writer.status.st_size:
+        return None
+    with writer.read() as stream:
+        return read_earlier(stream, writer.name)
 
 
 def _refuse_model_file(writer: ResultWriter, model: Path) -> None:
@@ -131,41 +182,95 @@ def _refuse_model_file(writer: ResultWriter, model: Path) -> None:
                 raise UsageError(f"the output {writer.name} is a file of the model {model}: give a place outside of it")
 
 
-def _answer(run: _Checked, loaded: LoadedModel, hold: Hold) -> int:
-    options, source, writer, display = run.options, run.source, run.writer, run.display
-    defaults = _defaults(options, run.settings, loaded.checkpoint)
-    display.say(model_line(loaded))
-    display.say(prompts_line(loaded, source, run.scan, raw=options.raw))
-    display.say(
-        answers_line(loaded, writer.name, defaults.params, seed=options.seed, model_sampling=options.model_sampling)
+def _compare(run: _Checked, prepared: Prepared, date: datetime) -> _Ready:
+    """Which requests have no answer yet. UsageError where one has been answered as another."""
+    input, codec = run.input, prepared.text.codec
+    defaults = run.options.defaults(run.settings, prepared.text.checkpoint)
+    answers = answerer(prepared, run.system, run.options.seed, date)
+    fingerprints = Fingerprints(answers)
+    total = None if input.scan is None else input.scan.requests
+    resume = None
+    items = stamped(input.requests(defaults, codec), fingerprints)
+    if run.earlier is not None:
+        resume = Resume(run.earlier, differences(run.record, asdict(run.options), answers))
+        if input.scan is None:
+            items = filter(resume.wants, items)
+        else:
+            wanted = resume.compare(items, input.scan.lines)
+            total = int(wanted.sum())
+            items = stamped(input.requests(defaults, codec, lambda index: bool(wanted[index])), fingerprints)
+        run.display.say(resume.line())
+    stamp = Stamp(prepared.text.files.name, int(date.timestamp()))
+    return _Ready(
+        prepared=prepared,
+        defaults=defaults,
+        items=items,
+        resume=resume,
+        encode=encode_text if run.options.format == "text" else encoder(stamp),
+        facts={
+            "answerer": asdict(answers),
+            "frozen_date": date.isoformat(),
+            "kept": 0 if resume is None else resume.kept,
+        },
+        total=total,
     )
-    record = RunRecord(run.record_path, run.facts | model_facts(loaded, defaults), warn=warn)
-    total = None if run.scan is None else run.scan.requests
-    items = _items(source, defaults, options.limit, run.rows, loaded.codec)
-    feed = FileFeed(items) if source.regular else PipeFeed(items)
-    job = Job(loaded.engine, feed, writer, display=display, record=record, total=total, hold=hold)
-    writer.begin()
+
+
+def _begin(writer: ResultWriter, ready: _Ready) -> None:
+    """Make the output ready for the lines to come; failed lines that come again go, all others stay."""
+    resume = ready.resume
+    if resume is None:
+        writer.begin(ready.encode)
+        return
+    dropped, end = resume.dropped(), resume.earlier.end
+    if dropped.any():
+        with writer.read() as stream:
+            end = writer.replace(resume.earlier.without(stream, dropped))
+    writer.resume(end, ready.encode)
+
+
+def _answer(run: _Checked, ready: _Ready, loaded: LoadedModel, hold: Hold) -> int:
+    options, source, writer, display = run.options, run.input.source, run.writer, run.display
+    display.say(model_line(loaded))
+    display.say(prompts_line(loaded, source, run.input.scan, raw=options.raw))
+    params = ready.defaults.params
+    display.say(answers_line(loaded, writer.name, params, seed=options.seed, model_sampling=options.model_sampling))
+    facts = run.facts | model_facts(loaded, ready.defaults) | ready.facts
+    record = RunRecord(run.record_path, facts, warn=warn)
+    items = note_model(ready.items, loaded.files.name, display.say)
+    job = Job(
+        loaded.engine,
+        FileFeed(items) if source.regular else PipeFeed(items),
+        writer,
+        display=display,
+        record=record,
+        total=ready.total,
+        order=Order() if options.in_order else None,
+        tell_failures=options.format == "text",
+        hold=hold,
+    )
+    _begin(writer, ready)
     try:
-        _run_recorded(job, loaded, record, display)
+        _run_recorded(job, loaded, record, run)
     except DeviceError as error:
-        raise DeviceError(
-            f"the GPU failed under way: {error}; every finished answer was written to {writer.name}, and docs/lines.md "
-            "(After an interruption) shows how to run the rest"
-        ) from error
+        kept = f"; every finished answer was written to {writer.name}{run.how_to_go_on}"
+        raise DeviceError(f"the GPU failed under way: {error}{kept}") from error
+    except (OutputClosedError, UsageError):
+        raise
+    except TinyvllmError as error:
+        raise TinyvllmError(f"{error}{run.how_to_go_on}") from error
     if source.twice and source.changed():
-        read = f"{job.tally.done} of the {total} requests that it held were read"
+        read = f"{job.tally.done} of the {ready.total} requests that it held were read"
         warn(f"warning: {source.name} has changed since the run began; {read}")
-    if not job.tally.failed:
+    return _exit_code(job.tally, quiet=not options.quiet)  # the summary has said it
+
+
+def _exit_code(tally: Tally, *, quiet: bool) -> int:
+    if not tally.failed:
         return EXIT_OK
-    if options.quiet:  # else the summary has said it
-        warn(f"error: {job.tally.failed} of {job.tally.done} requests failed, the first in {job.tally.first_failure}")
+    if not quiet:
+        warn(f"error: {tally.failed} of {tally.done} requests failed, the first in {tally.first_failure}")
     return EXIT_SOME_FAILED
-
-
-def _scan(source: Source, limit: int | None, rows: Rows | None) -> Scan | None:
-    if not source.twice:
-        return None
-    return scan_file(source.stream, source.name, text_lines=source.text_lines, limit=limit, rows=rows)
 
 
 def _record_path(options: RunOptions, writer: ResultWriter, used: Mapping[str, os.stat_result]) -> Path | None:
@@ -176,70 +281,32 @@ def _record_path(options: RunOptions, writer: ResultWriter, used: Mapping[str, o
     return check_record_path(Path(name), {**used, "output": writer.status})
 
 
-def _load(run: _Checked, system: str | None) -> LoadedModel:
-    from tinyvllm_cli.load import open_engine
+def _prepare(run: _Checked, date: datetime) -> Prepared:
+    from tinyvllm_cli.load import prepare
 
-    options, report = run.options, run.display.say
-    return open_engine(
+    options = run.options
+    return prepare(
         options.model,
         revision=options.revision,
         backend=options.backend,
         config=options.engine_options(seed=options.seed),
-        system=system,
-        report=report,
+        system=run.system,
+        now=date.replace(tzinfo=None),
+        report=run.display.say,
         progress=not options.quiet,
     )
 
 
-def _dry_run(
-    options: RunOptions, settings: dict[str, Any], source: Source, rows: Rows | None, system: str | None
-) -> int:
-    """Nothing is written, and no device is asked for."""
-    from tinyvllm_cli.dry_run import dry_run
-    from tinyvllm_cli.load import open_text_side
-
-    display = make_display(quiet=options.quiet, answers_on_terminal=False)
-    model = open_text_side(
-        options.model, revision=options.revision, system=system, report=display.say, progress=not options.quiet
-    )
-    with closing(model):
-        context = model.checkpoint.config.max_position
-        if options.max_model_len is not None:
-            context = min(context, options.max_model_len)
-        defaults = _defaults(options, settings, model.checkpoint)
-        return dry_run(
-            _items(source, defaults, options.limit, rows, model.codec), model.codec, context, say=display.say
-        )
-
-
-def _defaults(options: RunOptions, settings: dict[str, Any], checkpoint: Checkpoint) -> Defaults:
-    sampling = checkpoint.generation.sampling if options.model_sampling else {}
-    return line_defaults(settings, sampling, raw=options.raw, truncate_left=options.truncate is not None)
-
-
-def _items(
-    source: Source, defaults: Defaults, limit: int | None, rows: Rows | None, codec: TextCodec
-) -> Iterator[Item]:
-    if rows is not None:
-        rows = rows.with_truncate(TokenCutter(codec.tokenizer))
-    return read_requests(
-        read_lines(source.stream, limit) if rows is None else rows.lines(source.stream, limit),
-        defaults,
-        text_lines=source.text_lines,
-        check_ids=not source.twice,  # those of a regular file were checked as a whole
-        rows=rows,
-    )
-
-
-def _run_recorded(job: Job, loaded: LoadedModel, record: RunRecord, display: Display) -> None:
+def _run_recorded(job: Job, loaded: LoadedModel, record: RunRecord, run: _Checked) -> None:
     """Run the job; whatever ends it, the record and the summary say how far it came."""
+    display = run.display
 
-    def end(state: State, *, say: bool = True) -> None:
+    def end(state: State, go_on: str = "", *, say: bool = True) -> None:
         display.close()
         progress, summary = job.result(load_s=loaded.load_s, num_blocks=loaded.backend.limits.num_blocks)
         record.write(state, progress.as_json(), summary.as_json())
         if say and state != "finished":
-            display.say(f"{state} before the end; the finished answers are kept")
+            display.say(f"{state} before the end; the finished answers are kept{go_on}")
         for line in summary.lines() if say else ():
             display.say(line)
 
@@ -249,14 +316,16 @@ def _run_recorded(job: Job, loaded: LoadedModel, record: RunRecord, display: Dis
     except OutputClosedError:
         end("stopped", say=False)
         raise
-    except TinyvllmError:
+    except TinyvllmError:  # its own message says how to go on
         end("failed")
         raise
     except Exception:
         record.add_traceback(traceback.format_exc())
-        end("failed")
+        end("failed", run.how_to_go_on)
         raise
     except BaseException:  # a signal
-        end("stopped")
+        with suppress(TinyvllmError):
+            job.write_rest()
+        end("stopped", run.how_to_go_on)
         raise
     end("finished")

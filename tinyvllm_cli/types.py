@@ -71,12 +71,13 @@ class Request:
     truncate_left: bool = False  # cut a prompt given as it is, or as ids, that is too long for the context
     metadata_json: bytes | None = None  # the JSON text of the line's metadata, copied to the answer; None: it has none
     api: Api | None = None  # an OpenAI Batch line for this API, answered in its envelope; None: a line of our own
+    fingerprint: str | None = None  # 16 hex digits of all that determines the answer (engine/fingerprint.py)
 
     @property
     def prompt_field(self) -> str:
-        """Which of the three holds the prompt, for errors."""
+        """Which of the three holds the prompt, for errors: as it is called where the request came from."""
         if self.prompt_token_ids is not None:
-            return "prompt_token_ids"
+            return "prompt_token_ids" if self.api is None else "prompt"
         return "prompt" if self.messages is None else "messages"
 
 
@@ -134,6 +135,7 @@ class Completion:
     metadata_json: bytes | None = None
     truncated_tokens: int = 0  # cut from the start of the prompt
     api: Api | None = None  # as in Request
+    fingerprint: str | None = None  # as in Request; None too where the line could not be read
 
 
 @dataclass(slots=True)

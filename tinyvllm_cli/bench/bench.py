@@ -24,9 +24,9 @@ from tinyvllm_cli.bench.table import print_result, subject_line
 from tinyvllm_cli.bench.trace import trace
 from tinyvllm_cli.bench.workloads import NAMED, check_workload, file_requests, named_requests
 from tinyvllm_cli.errors import TinyvllmError, UsageError
-from tinyvllm_cli.io.said import warn
 from tinyvllm_cli.machine_options import MachineOptions
 from tinyvllm_cli.run_facts import backend_facts, machine_facts
+from tinyvllm_cli.said import warn
 from tinyvllm_cli.types import Request
 
 # The first key of a result, and of a trace, with the version of its form.

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from tinyvllm_cli.bench.runner import Watch, unwatched
 from tinyvllm_cli.io.progress import Bar
-from tinyvllm_cli.io.said import warn
 from tinyvllm_cli.io.summary import Progress
+from tinyvllm_cli.said import NO_CURSOR, warn
 
 EVERY_S = 1.0  # a bar takes 0.4 ms to draw, of the time that is measured
 
@@ -29,7 +29,7 @@ class Display:
         """A bar over the output tokens of a trial; total: None where it is not known. First drawn at once, before the
         trial begins: that takes longest.
         """
-        if not self._shown or os.environ.get("TERM") == "dumb":
+        if not self._shown or os.environ.get("TERM", "") in NO_CURSOR:
             yield unwatched
             return
         bar, drawn = Bar(f"{name}, output tokens"), 0.0

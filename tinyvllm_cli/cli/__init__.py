@@ -8,7 +8,8 @@ import sys
 
 try:
     from collections.abc import Callable
-    from contextlib import suppress
+    from contextlib import AbstractContextManager, suppress
+    from functools import partial
     from importlib import import_module
     from pathlib import Path
     from typing import NoReturn
@@ -16,9 +17,10 @@ try:
     import click
 
     from tinyvllm_cli import __version__
+    from tinyvllm_cli.cli.completion import VARIABLE, complete
     from tinyvllm_cli.cli.signals import Interrupted, Interrupts
     from tinyvllm_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_PIPE, OutputClosedError, TinyvllmError
-    from tinyvllm_cli.io.said import warn
+    from tinyvllm_cli.said import warn
 except KeyboardInterrupt:  # ^C before main() can see to it
     sys.exit(130)
 
@@ -35,6 +37,10 @@ Examples:
   tinyvllm run prompts.jsonl -o answers.jsonl
   tinyvllm models list
   tinyvllm run --help
+
+\b
+Completion in bash, in ~/.bashrc (zsh and fish: docs/cli.md):
+  eval "$(_TINYVLLM_COMPLETE=bash_source tinyvllm)"
 """
 
 
@@ -72,10 +78,17 @@ def main() -> NoReturn:
     interrupts = Interrupts()
     interrupts.install()
     try:
-        code = exit_code(lambda: tinyvllm.main(prog_name="tinyvllm", standalone_mode=False, obj=interrupts.hold))
+        code = exit_code(partial(_command, interrupts.hold))
     except Interrupted as error:
         code = error.exit_code
     sys.exit(code)
+
+
+def _command(hold: Callable[[], AbstractContextManager[object]]) -> object:
+    """What the user asks for, or the shell on its way to the command line."""
+    if instruction := os.environ.get(VARIABLE):
+        return complete(tinyvllm, instruction)
+    return tinyvllm.main(prog_name="tinyvllm", standalone_mode=False, obj=hold)
 
 
 def exit_code(command: Callable[[], object]) -> int:

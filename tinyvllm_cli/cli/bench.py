@@ -39,7 +39,7 @@ def bench(context: click.Context, /, **options: Any) -> None:
         options["model"] = None
     from tinyvllm_cli.bench.bench import BenchOptions, run_bench
     from tinyvllm_cli.bench.subject import model_option
-    from tinyvllm_cli.io.said import warn
+    from tinyvllm_cli.said import warn
 
     try:
         run_bench(BenchOptions(**options), command=sys.argv, hold=context.obj)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from click.core import ParameterSource
 
+from tinyvllm_cli.cli.completion import models
 from tinyvllm_cli.config import DEFAULT_MODEL
 
 
@@ -22,6 +23,7 @@ from tinyvllm_cli.config import DEFAULT_MODEL
     envvar="TINYVLLM_MODEL",
     show_default=True,
     show_envvar=True,
+    shell_complete=models,
     help="The model of --compare; the checks are made with the default one.",
 )
 @click.pass_context

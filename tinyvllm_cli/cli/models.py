@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 import click
 
+from tinyvllm_cli.cli import completion
+
 
 @click.group()
 def models() -> None:
     """List, download and inspect models."""
 
 
+_name = click.argument("name", shell_complete=completion.models)
 _revision = click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model.")
 
 
@@ -29,7 +32,7 @@ def list_models() -> None:
 
 
 @models.command()
-@click.argument("name")
+@_name
 @_revision
 def pull(name: str, revision: str | None) -> None:
     """Fetch the model NAME (catalogue name, Hub id or Hub repo/file.gguf) and print where it is.
@@ -50,7 +53,7 @@ def pull(name: str, revision: str | None) -> None:
 
 
 @models.command()
-@click.argument("name")
+@_name
 @_revision
 def show(name: str, revision: str | None) -> None:
     """Say what the model NAME is. Nothing is fetched.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from tinyvllm_cli.backends.choose import BackendName, engine_defaults
+from tinyvllm_cli.cli.completion import COMPLETIONS
 from tinyvllm_cli.config import DEFAULT_MODEL, GPU_MEMORY, AskedDtype, KVDtypeName
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,6 +33,11 @@ def _some_text(value: str) -> str:
     if not value:
         raise click.BadParameter("the text is empty")
     return _text(value)
+
+
+def _output(value: str) -> str:
+    """One name for standard output: a file behind it is the shell's, not to be opened anew and cut."""
+    return "-" if value in {"/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"} else value
 
 
 def _share_or_size(value: str) -> float | int:
@@ -82,7 +88,7 @@ def _group(heading: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> Ca
 
 
 def _option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return names, settings
+    return names, {"shell_complete": COMPLETIONS.get(settings.get("metavar", "")), **settings}
 
 
 model_options = _group(
@@ -181,9 +187,24 @@ answer_options = _group(
 output_options = _group(
     "Output",
     _option(
-        "-o", "--output", metavar="FILE", default="-", show_default=True, help="Where answers go; - is standard output."
+        "-o",
+        "--output",
+        type=_output,
+        metavar="FILE",
+        default="-",
+        show_default=True,
+        help="Where answers go; - is standard output.",
     ),
+    _option("--resume", is_flag=True, help="Keep the answers that the output holds, and do the rest."),
     _option("--overwrite", is_flag=True, help="Replace an output that exists."),
+    _option("--ordered", is_flag=True, help="Write answers in the order of the input, not in that of finishing."),
+    _option(
+        "--format",
+        type=click.Choice(["jsonl", "text"]),
+        default="jsonl",
+        show_default=True,
+        help="text: only the answer, one line for each request in the order of the input, line ends in it as \\n.",
+    ),
     _option("--record", metavar="FILE", help="Run record: what was run and how far it is.  [default: OUTPUT.run.json]"),
     _option("-q", "--quiet", is_flag=True, help="Say nothing but errors on standard error."),
 )
@@ -191,6 +212,11 @@ output_options = _group(
 work_options = _group(
     "Work",
     _option("--limit", type=click.IntRange(min=0), metavar="N", help="Only the first N requests."),
+    _option(
+        "--shard",
+        metavar="I/N",
+        help="Only the requests whose index mod N is I, counted from 0: one part of N, each with its own output.",
+    ),
     _option(
         "--dry-run",
         is_flag=True,

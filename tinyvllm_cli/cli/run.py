@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from tinyvllm_cli.cli.completion import files
 from tinyvllm_cli.cli.options import (
     GroupedCommand,
     answer_options,
@@ -30,7 +31,7 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
-@click.argument("input", metavar="INPUT")
+@click.argument("input", metavar="INPUT", required=False, shell_complete=files)
 @model_options
 @prompt_options
 @answer_options
@@ -45,7 +46,13 @@ def run(context: click.Context, /, **options: Any) -> None:
     prompt a line), a .csv file (rows for --template), or - for JSON lines on standard input. A line that cannot be
     answered gets an error; the others go on.
     """
-    from tinyvllm_cli.run_file import RunOptions, run_file
+    if options["input"] is None:  # never read from standard input unasked: a run would wait for a terminal in silence
+        raise click.UsageError(
+            "Missing argument 'INPUT': give a .jsonl, .csv or .txt file, or - for JSON lines on standard input",
+            context,
+        )
+    from tinyvllm_cli.run_file import run_file
+    from tinyvllm_cli.run_options import RunOptions
 
     origins = {}
     for name in options:

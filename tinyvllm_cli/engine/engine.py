@@ -279,6 +279,7 @@ def _answered(live: _Live) -> Completion:
         stats=live.times.stats(made, first.num_cached),
         metadata_json=request.metadata_json,
         api=request.api,
+        fingerprint=request.fingerprint,
         truncated_tokens=live.truncated,
     )
 
@@ -291,6 +292,7 @@ def _failed(request: Request, failure: Failure) -> Completion:
         error=failure,
         metadata_json=request.metadata_json,
         api=request.api,
+        fingerprint=request.fingerprint,
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from tinyvllm_cli.types import Request, SamplingParams, SlotOptions
@@ -65,11 +66,6 @@ def canonical_json(value: Any) -> bytes:
 def canonical_request(request: Request) -> dict[str, Any]:
     """What determines an answer to a request: not how many there are. Params at their defaults are left out, so that a
     parameter that joins later does not change the seeds of requests without it."""
-    params = {
-        field.name: value
-        for field in fields(SamplingParams)
-        if (value := getattr(request.params, field.name)) != field.default and field.name != "n"
-    }
     return {
         "prompt": request.prompt,
         "messages": None if request.messages is None else [asdict(message) for message in request.messages],
@@ -77,7 +73,16 @@ def canonical_request(request: Request) -> dict[str, Any]:
         "raw": request.raw,
         "chat_template_kwargs": dict(request.chat_template_kwargs),
         "continue_final_message": request.continue_final_message,
-        "params": params,
+        "params": _given(request.params),
+    }
+
+
+@lru_cache(maxsize=256)  # most lines of a file have the same
+def _given(params: SamplingParams) -> Mapping[str, Any]:
+    return {
+        field.name: value
+        for field in fields(SamplingParams)
+        if (value := getattr(params, field.name)) != field.default and field.name != "n"
     }
 
 

@@ -64,17 +64,19 @@ def _rows(stream: BinaryIO) -> Iterator[Line]:
 
 def _is_blank(row: list[str], header: list[str]) -> bool:
     """A line without a cell, or of white space where one column is not all there is."""
-    return not row or (len(row) == 1 < len(header) and not row[0].strip())
+    return not row or (len(row) == 1 < len(header) and row[0].isspace())
 
 
 def _line(index: int, number: int, header: list[str], row: list[str]) -> Line:
     if len(row) != len(header):
         message = f"the row has {len(row)} cells, wanted {len(header)} as in the header; quote a cell that holds commas"
         return Line(index, number, b"", _fault("invalid_line", message))
-    if not all(map(_is_text, row)):
-        column = next(name for name, cell in zip(header, row, strict=True) if not _is_text(cell))
+    columns = dict(zip(header, row, strict=True))
+    try:
+        return Line(index, number, msgspec.json.encode(columns))
+    except UnicodeEncodeError:
+        column = next(name for name, cell in columns.items() if not _is_text(cell))
         return Line(index, number, b"", _fault("invalid_encoding", f"{column} is not UTF-8, wanted UTF-8 text"))
-    return Line(index, number, msgspec.json.encode(dict(zip(header, row, strict=True))))
 
 
 def _fault(type: FailureType, message: str) -> RequestError:

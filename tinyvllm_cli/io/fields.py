@@ -15,6 +15,7 @@ from tinyvllm_cli.types import GREEDY_BELOW, MAX_SAMPLES, SamplingParams
 
 SEED_LIMIT = 2**64
 SHOWN_CHARS = 60  # of a value in a message
+PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")  # a line has one of them
 ANSWER_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 # What the command may set for every line with --set, besides the answer fields.
 PROMPT_FIELDS = frozenset({"chat_template_kwargs", "continue_final_message"})
@@ -130,7 +131,10 @@ def unknown_field(name: str, known: Collection[str]) -> RequestError:
     """Names the nearest of `known`, where one is near."""
     name = name[:SHOWN_CHARS]
     plain = name if name.isprintable() and name else shown(name)
-    nearest = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
+    other = OTHER_NAMES.get(name)
+    if other in FIELDS and other not in known:  # what is known here is not a line of our own
+        other = None
+    nearest = other or next(iter(difflib.get_close_matches(name, known, 1)), None)
     hint = f", did you mean {nearest}?" if nearest else ""
     return RequestError("unknown_field", f"unknown field {plain}{hint}", plain)
 
@@ -159,9 +163,9 @@ def read_fields(raw_fields: Mapping[str, bytes], known: Mapping[str, Field] = FI
     """Every field of a line, checked. Null means that a field is absent; fields that ask for nothing are left out."""
     values = {}
     for name, raw in raw_fields.items():
-        if bytes(raw) == b"null" and name in known:
+        if raw == b"null" and name in known:
             continue
-        value = read_field(name, bytes(raw), known)
+        value = read_field(name, raw, known)
         if known[name].neutral is None:
             values[name] = value
     return values

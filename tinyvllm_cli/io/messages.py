@@ -17,8 +17,9 @@ ROLES: dict[str, Role] = {
     "assistant": "assistant",
 }
 TOOL_ROLES = {"tool", "function"}
-TOOL_KEYS = ("tool_calls", "tool_call_id", "function_call")
 MESSAGE_KEYS = ("role", "content")
+# Of chat APIs, but not in this version: a template may print them. Null and an empty list ask for nothing.
+UNSUPPORTED_KEYS = ("name", "tool_calls", "tool_call_id", "function_call", "refusal", "annotations", "audio")
 PART_KEYS = ("type", "text")
 
 
@@ -31,10 +32,10 @@ def read_messages(values: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
 
 
 def _message(value: dict[str, Any], place: str) -> Message:
-    for key in TOOL_KEYS:
-        if value.get(key) is not None:
-            raise RequestError("unsupported", f"{place}.{key} is not supported, wanted messages of text", place)
-    _refuse_unknown(value, MESSAGE_KEYS, place)
+    for key in UNSUPPORTED_KEYS:
+        if value.get(key) not in (None, []):
+            raise RequestError("unsupported", f"{place}.{key} is not supported, wanted a message without it", place)
+    _refuse_unknown(value, (*MESSAGE_KEYS, *UNSUPPORTED_KEYS), place)
     return Message(_role(value.get("role"), f"{place}.role"), _content(value.get("content"), f"{place}.content"))
 
 

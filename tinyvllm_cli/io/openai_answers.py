@@ -22,58 +22,45 @@ def batch_answer(completion: Completion, stamp: Stamp, stats: dict[str, Any] | N
     """The output line of a completion whose request was an OpenAI Batch line. Ids are made from the index: the same
     run gives the same line."""
     index, error = completion.request_id, completion.error
-    failed = error is not None and error.type in OUR_FAULT
+    status, body = (200, _body(completion, stamp)) if error is None else _refusal(error)
+    truncated = {"truncated_tokens": completion.truncated_tokens} if completion.truncated_tokens else {}
     return {
         "id": f"batch_req_{index}",
         "custom_id": completion.custom_id,
-        "response": {
-            "status_code": 200 if error is None else 500 if failed else 400,
-            "request_id": f"req_{index}",
-            "body": _body(completion, stamp) if error is None else {"error": _error(completion, error)},
-        },
+        "response": {"status_code": status, "request_id": f"req_{index}", "body": body},
         "error": None if error is None else {"code": error.type, "message": error.message},
-        "tinyvllm": {"index": index, "stats": stats},
+        "tinyvllm": {"index": index, **truncated, "fingerprint": completion.fingerprint, "stats": stats},
     }
 
 
-def _error(completion: Completion, error: Failure) -> dict[str, Any]:
-    param = error.field
-    if completion.api == "completions" and param == "prompt_token_ids":
-        param = "prompt"  # a list of ids came under this name
-    kind = "server_error" if error.type in OUR_FAULT else "invalid_request_error"
-    return {"message": error.message, "type": kind, "code": error.type, "param": param}
+def _refusal(error: Failure) -> tuple[int, dict[str, Any]]:
+    """Status code and body."""
+    status, kind = (500, "server_error") if error.type in OUR_FAULT else (400, "invalid_request_error")
+    return status, {"error": {"message": error.message, "type": kind, "code": error.type, "param": error.field}}
 
 
 def _body(completion: Completion, stamp: Stamp) -> dict[str, Any]:
     chat, usage = completion.api == "chat", completion.usage
-    body: dict[str, Any] = {
+    assert usage is not None, "what has no error has usage"
+    return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{completion.request_id}",
         "object": "chat.completion" if chat else "text_completion",
         "created": stamp.created,
         "model": stamp.model,
-        "choices": [_chat_choice(choice) if chat else _text_choice(choice) for choice in completion.choices],
-    }
-    if usage is not None:
-        body["usage"] = {
+        "choices": [_choice(choice, chat=chat) for choice in completion.choices],
+        "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
-    return body
+        },
+    }
 
 
-def _chat_choice(choice: Choice) -> dict[str, Any]:
-    message = {"role": "assistant", "content": choice.text, "refusal": None, **_reasoning(choice)}
-    return {"index": choice.index, "message": message, **_end(choice)}
-
-
-def _text_choice(choice: Choice) -> dict[str, Any]:
-    return {"index": choice.index, "text": choice.text, **_reasoning(choice), **_end(choice)}
-
-
-def _reasoning(choice: Choice) -> dict[str, str]:
-    return {} if choice.reasoning is None else {"reasoning": choice.reasoning}
-
-
-def _end(choice: Choice) -> dict[str, Any]:
-    return {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+def _choice(choice: Choice, *, chat: bool) -> dict[str, Any]:
+    reasoning = {} if choice.reasoning is None else {"reasoning": choice.reasoning}
+    if chat:
+        message = {"role": "assistant", "content": choice.text, "refusal": None, **reasoning}
+        answer: dict[str, Any] = {"index": choice.index, "message": message}
+    else:
+        answer = {"index": choice.index, "text": choice.text, **reasoning}
+    return answer | {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}

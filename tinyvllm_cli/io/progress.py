@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from tinyvllm_cli.io.said import printable, warn
 from tinyvllm_cli.io.summary import Progress
+from tinyvllm_cli.said import on_terminal, printable, warn
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -34,8 +32,7 @@ def make_display(*, quiet: bool, answers_on_terminal: bool) -> Display:
     """answers_on_terminal: the lines of a bar would be torn by the answers."""
     if quiet:
         return Silent()
-    terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    return Bar() if terminal and not answers_on_terminal else PlainLines()
+    return Bar() if on_terminal() and not answers_on_terminal else PlainLines()
 
 
 class Silent:
@@ -75,6 +72,9 @@ def duration(seconds: float) -> str:
     """In the two largest units."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
@@ -85,7 +85,7 @@ class Bar:
 
     def __init__(self, title: str = "") -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
         class ShownCursor(Console):
@@ -95,7 +95,8 @@ class Bar:
                 return False
 
         before = (TextColumn(title, markup=False),) if title else ()
-        columns = (*before, BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+        # One text, cut at its end where the terminal is narrow: how far it is comes first.
+        columns = (*before, BarColumn(), TextColumn("{task.description}", markup=False))
         self._bar = RichProgress(*columns, console=ShownCursor(stderr=True), auto_refresh=False, transient=True)
         self._task: TaskID | None = None
         self._shown = 0.0
@@ -115,7 +116,7 @@ class Bar:
             if self._task is None:
                 self._bar.start()
                 self._task = self._bar.add_task("", total=progress.total)
-            text = progress_line(progress).partition(" done")[2].lstrip(", ")
+            text = progress_line(progress).removeprefix("progress: ")
             self._bar.update(self._task, completed=progress.done, total=progress.total, description=text, refresh=True)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 import msgspec
 
 from tinyvllm_cli.errors import RequestError
-from tinyvllm_cli.io.fields import ANSWER_FIELDS, invalid, read_field, read_fields, refuse_equal_answers, shown
+from tinyvllm_cli.io.fields import (
+    ANSWER_FIELDS,
+    PROMPT_KINDS,
+    invalid,
+    read_field,
+    read_fields,
+    refuse_equal_answers,
+    shown,
+)
 from tinyvllm_cli.io.messages import read_messages
 from tinyvllm_cli.io.openai_lines import api_of, read_batch_line
 from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys, too_deep
@@ -25,7 +33,6 @@ if TYPE_CHECKING:
     from tinyvllm_cli.io.rows import Rows
 
 BOM = b"\xef\xbb\xbf"
-PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 Item: TypeAlias = Request | Completion
@@ -69,7 +76,7 @@ def _lines(stream: BinaryIO) -> Iterator[Line]:
     index = 0
     for number, line in enumerate(stream, start=1):
         text = line.removeprefix(BOM) if number == 1 else line
-        if text.strip():
+        if text and not text.isspace():
             yield Line(index, number, text.removesuffix(b"\n").removesuffix(b"\r"))
             index += 1
 
@@ -112,12 +119,14 @@ def read_requests(
     text_lines: bool = False,
     check_ids: bool = False,
     rows: Rows | None = None,
+    wanted: Callable[[int], bool] | None = None,
 ) -> Iterator[Item]:
     """A Request for every line, or a Completion with the error. No line makes it raise.
 
     text_lines: a line is a prompt as it stands (.txt), else a JSON object. check_ids: refuse a custom_id that an
     earlier line has; for inputs that could not be checked as a whole before. rows: lines are rows of columns, and this
-    is what makes prompts of them.
+    is what makes prompts of them. wanted: whether a line is, by its index; the others are left out, though their ids
+    count.
     """
     seen: dict[bytes, tuple[int, bool]] = {}
     for line in lines:
@@ -128,45 +137,39 @@ def read_requests(
             earlier = seen.setdefault(msgspec.json.encode(custom_id), place)
             if earlier != place:
                 failure = Failure("duplicate_id", same_id(custom_id, earlier, place), "custom_id")
-                yield _refused(line, custom_id, failure, api=_api(line.text) if rows is None else None)
+                if wanted is None or wanted(line.index):
+                    yield _refused(line, custom_id, failure, api=_api(line.text) if rows is None else None)
                 continue
-        blank = Request(
-            request_id=line.index,
-            custom_id=custom_id,
-            line=line.number,
-            has_own_id=own,
-            raw=defaults.raw,
-            chat_template_kwargs=defaults.chat_template_kwargs,
-            continue_final_message=defaults.continue_final_message,
-            params=defaults.params,
-            truncate_left=defaults.truncate_left,
-        )
-        yield _text_item(line, blank) if text_lines else _json_item(line, blank, rows)
+        if wanted is not None and not wanted(line.index):
+            continue
+        if text_lines:
+            yield _text_item(line, custom_id, own, defaults)
+        else:
+            yield _json_item(line, custom_id, own, defaults, rows)
 
 
-def _text_item(line: Line, blank: Request) -> Item:
+def _text_item(line: Line, custom_id: str | int, own: bool, defaults: Defaults) -> Item:
     try:
-        refuse_equal_answers(blank.params)
-        return dataclasses.replace(blank, prompt=_decode(line.text))
+        return _request(line, custom_id, own, defaults, {"prompt": _decode(line.text)})
     except RequestError as error:
-        return _refused(line, blank.custom_id, Failure(error.type, error.message, error.field))
+        return _refused(line, custom_id, Failure(error.type, error.message, error.field))
 
 
-def _json_item(line: Line, blank: Request, rows: Rows | None) -> Item:
-    metadata = None
+def _json_item(line: Line, custom_id: str | int, own: bool, defaults: Defaults, rows: Rows | None) -> Item:
+    metadata = api = None
     try:
         if line.fault is not None:
             raise line.fault
         raw_fields = split_fields(line.text)
         if rows is not None:
             metadata = rows.metadata(raw_fields)
-            refuse_equal_answers(blank.params)
-            return rows.request(raw_fields, dataclasses.replace(blank, metadata_json=metadata))
-        api = api_of(raw_fields)
-        if api is not None:
-            return _request(read_batch_line(raw_fields), dataclasses.replace(blank, api=api))
-        metadata = _take_metadata(raw_fields)
-        return _request(read_fields(raw_fields), dataclasses.replace(blank, metadata_json=metadata))
+            values = rows.prompt(raw_fields)
+        elif api := api_of(raw_fields):
+            values = _with_prompt(read_batch_line(raw_fields))
+        else:
+            metadata = _take_metadata(raw_fields)
+            values = _with_prompt(read_fields(raw_fields))
+        return _request(line, custom_id, own, defaults, values, metadata, api)
     except RequestError as error:
         failure = Failure(error.type, error.message, error.field)
     except MemoryError:  # no fault of the line
@@ -174,7 +177,7 @@ def _json_item(line: Line, blank: Request, rows: Rows | None) -> Item:
     except Exception as error:
         message = f"a bug in reading this line: {type(error).__name__}"
         failure = Failure("internal", message, detail=traceback.format_exc())
-    return _refused(line, blank.custom_id, failure, metadata, api=_api(line.text) if rows is None else None)
+    return _refused(line, custom_id, failure, metadata, api=_api(line.text) if rows is None else None)
 
 
 def _api(text: bytes) -> Api | None:
@@ -195,24 +198,49 @@ def _refused(
     )
 
 
-def _request(values: dict[str, Any], blank: Request) -> Request:
+def _with_prompt(values: dict[str, Any]) -> dict[str, Any]:
+    """Checked fields of a line where they hold one prompt; its messages are read."""
     kinds = [kind for kind in PROMPT_KINDS if kind in values]
     if len(kinds) != 1:
         found = f"{' and '.join(kinds)} are given" if kinds else "the prompt is missing"
         message = f"{found}, wanted exactly one of prompt, messages and prompt_token_ids"
         raise RequestError("invalid_value", message, kinds[-1] if kinds else None)
-    if values.get("raw") and "messages" in values:
-        raise invalid("raw", "true beside messages", "a prompt with it: messages always go through the chat template")
-    answer = {name: value for name, value in values.items() if name in ANSWER_FIELDS}
-    others = {
-        name: values[name] for name in ("raw", "chat_template_kwargs", "continue_final_message") if name in values
-    }
-    request = dataclasses.replace(blank, params=dataclasses.replace(blank.params, **answer), **others)
-    refuse_equal_answers(request.params)
-    prompt: dict[str, Any] = {kinds[0]: values[kinds[0]]}
     if "messages" in values:
-        prompt = {"messages": read_messages(values["messages"])}
-    return dataclasses.replace(request, **prompt)
+        if values.get("raw"):
+            wanted = "a prompt with it: messages always go through the chat template"
+            raise invalid("raw", "true beside messages", wanted)
+        values["messages"] = read_messages(values["messages"])
+    return values
+
+
+def _request(
+    line: Line,
+    custom_id: str | int,
+    own: bool,
+    defaults: Defaults,
+    values: dict[str, Any],
+    metadata: bytes | None = None,
+    api: Api | None = None,
+) -> Request:
+    answer = {name: value for name, value in values.items() if name in ANSWER_FIELDS}
+    params = dataclasses.replace(defaults.params, **answer) if answer else defaults.params
+    refuse_equal_answers(params)
+    return Request(
+        request_id=line.index,
+        custom_id=custom_id,
+        line=line.number,
+        has_own_id=own,
+        prompt=values.get("prompt"),
+        messages=values.get("messages"),
+        prompt_token_ids=values.get("prompt_token_ids"),
+        raw=values.get("raw", defaults.raw),
+        chat_template_kwargs=values.get("chat_template_kwargs", defaults.chat_template_kwargs),
+        continue_final_message=values.get("continue_final_message", defaults.continue_final_message),
+        params=params,
+        truncate_left=defaults.truncate_left,
+        metadata_json=metadata,
+        api=api,
+    )
 
 
 def _decode(text: bytes) -> str:

@@ -105,15 +105,20 @@ def _checked(path: Path, used: Mapping[str, os.stat_result]) -> Path:
     return path
 
 
+def read_record(path: Path | None) -> dict[str, Any] | None:
+    """The record of an earlier run; None where there is none, or what is there is none."""
+    try:
+        if path is None or path.stat().st_size > MAX_BYTES:
+            return None
+        record = json.loads(path.read_bytes())
+        return record if record.keys() >= MARKS else None
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+
+
 def _is_record(path: Path) -> bool:
     """A record of an earlier run, or empty: nothing is lost with it."""
-    if path.stat().st_size > MAX_BYTES:
-        return False
-    text = path.read_bytes()
-    try:
-        return not text or json.loads(text).keys() >= MARKS
-    except (ValueError, AttributeError, RecursionError):
-        return False
+    return path.stat().st_size == 0 or read_record(path) is not None
 
 
 def _temporary(path: Path) -> Path:

@@ -6,10 +6,11 @@ import fcntl
 import os
 import select
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Literal, Self
 
 import msgspec
 
@@ -20,6 +21,9 @@ from tinyvllm_cli.types import Choice, Completion, Stats
 STDOUT = 1
 # Legal in JSON strings, but many readers end a line at them.
 LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u0085\u2028\u2029"}
+
+Encode = Callable[[Completion], bytes]
+Existing = Literal["refuse", "overwrite", "resume"]  # what becomes of an output that holds something
 
 NO_STAMP = Stamp(model="", created=0)  # before there is a model
 
@@ -34,6 +38,11 @@ def encode(completion: Completion, stamp: Stamp = NO_STAMP) -> bytes:
     return text + b"\n"
 
 
+def encoder(stamp: Stamp) -> Encode:
+    """encode() for a run."""
+    return partial(encode, stamp=stamp)
+
+
 def _line(completion: Completion, stats: dict[str, Any] | None) -> dict[str, Any]:
     usage, error = completion.usage, completion.error
     line: dict[str, Any] = {
@@ -46,6 +55,7 @@ def _line(completion: Completion, stats: dict[str, Any] | None) -> dict[str, Any
         line["metadata"] = msgspec.Raw(completion.metadata_json)
     if completion.truncated_tokens:
         line["truncated_tokens"] = completion.truncated_tokens
+    line["fingerprint"] = completion.fingerprint
     line["error"] = None
     if error is not None:
         line["error"] = {"type": error.type, "message": error.message, "line": completion.line}
@@ -78,27 +88,64 @@ class ResultWriter:
     A context. Until begin() nothing that was there is lost, and a file made here is taken away again.
     """
 
-    def __init__(self, fd: int, name: str, *, is_file: bool = False, created: Path | None = None) -> None:
-        """is_file: fd is a regular file that may be cut. created: its path if this run made it."""
+    def __init__(self, fd: int, name: str, *, path: Path | None = None, created: bool = False) -> None:
+        """path: of a regular file that may be cut and replaced, links followed. created: this run made it."""
         self.name = name
-        self.is_file = is_file
+        self.is_file = path is not None
         self.status = os.fstat(fd)
         self.is_terminal = os.isatty(fd)
         self._fd = fd
-        self._stamp = NO_STAMP
+        self._path = path
         self._created = created
+        self._encode: Encode = encode
         self._end = _place(fd, self.status)  # of the whole lines; None where they cannot be cut back to
 
-    def begin(self, stamp: Stamp = NO_STAMP) -> None:
-        """The run has really started: what the file held before goes. stamp: for OpenAI answers."""
-        self._stamp = stamp
-        self._created = None
+    def begin(self, encode: Encode = encode) -> None:
+        """The run has really started: what the file held before goes."""
+        self._go_on(encode, 0)
+
+    def resume(self, end: int, encode: Encode = encode) -> None:
+        """The same behind the first `end` bytes of the file, which stay."""
+        self._go_on(encode, end)
+
+    def _go_on(self, encode: Encode, end: int) -> None:
+        self._encode = encode
+        self._created = False
         if self.is_file:
-            os.ftruncate(self._fd, 0)
+            if os.fstat(self._fd).st_size != end:  # else not even its time of change does
+                os.ftruncate(self._fd, end)
+            self._end = os.lseek(self._fd, end, os.SEEK_SET)
+
+    def read(self) -> BinaryIO:
+        """The file from its start, where it was opened to be resumed."""
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        return os.fdopen(os.dup(self._fd), "rb", 1 << 20)
+
+    def replace(self, lines: Iterable[bytes]) -> int:
+        """Put these lines in the place of what the file holds, all or none of them; how many bytes they are.
+
+        TinyvllmError where they cannot be written: the file is as it was.
+        """
+        assert self._path is not None, "only a file is replaced"
+        temporary = self._path.with_name(f"{self._path.name}.resume.tmp")
+        try:
+            temporary.unlink(missing_ok=True)  # of a run that was killed just here: the output's lock is ours now
+            fd = _write_file(temporary, lines, stat.S_IMODE(self.status.st_mode))
+            temporary.replace(self._path)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            if not isinstance(error, OSError):
+                raise
+            raise TinyvllmError(
+                f"cannot rewrite {self.name} without its failed lines: {error.strerror}; it is as it was"
+            ) from error
+        os.close(self._fd)  # the new file has been locked already
+        self._fd, self.status = fd, os.fstat(fd)
+        return self.status.st_size
 
     def write(self, completion: Completion) -> None:
         """Hand one line to the kernel. OutputClosedError where the reader is gone, TinyvllmError on a full disk."""
-        line = memoryview(encode(completion, self._stamp))
+        line = memoryview(self._encode(completion))
         try:
             while line:
                 line = line[self._write_some(line) :]
@@ -130,27 +177,41 @@ class ResultWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._created is not None:
-            self._created.unlink(missing_ok=True)
+        if self._created and self._path is not None:
+            self._path.unlink(missing_ok=True)
         if self._fd != STDOUT:
             os.close(self._fd)
 
 
-def open_output(target: str, *, overwrite: bool, used: Mapping[str, os.stat_result]) -> ResultWriter:
+def _write_file(path: Path, lines: Iterable[bytes], mode: int) -> int:
+    """A new file, locked, of these lines; its descriptor stands at the end. OSError where that fails."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, mode)
+        _lock(fd, path)
+        with os.fdopen(fd, "wb", 1 << 20, closefd=False) as file:
+            file.writelines(lines)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_output(target: str, *, existing: Existing, used: Mapping[str, os.stat_result]) -> ResultWriter:
     """Open OUTPUT ("-": standard output) and lock it. `used`: files it must not be, by what they are called.
 
-    UsageError where it holds something and may not be overwritten, is one of `used`, is another run's, or cannot be
-    opened.
+    UsageError where it holds something that must not be touched, is one of `used`, is another run's, cannot be opened,
+    or is no file that can be resumed.
     """
     if target == "-":
         return _open_stdout(used)
     try:
-        return _open_file(Path(target), overwrite, used)
+        return _open_file(Path(target), existing, used)
     except OSError as error:
         raise UsageError(f"cannot open the output {target}: {error.strerror}") from None
 
 
-def _open_file(path: Path, overwrite: bool, used: Mapping[str, os.stat_result]) -> ResultWriter:
+def _open_file(path: Path, existing: Existing, used: Mapping[str, os.stat_result]) -> ResultWriter:
     if path.is_dir():
         raise UsageError(f"the output {path} is a directory, wanted a file")
     if not path.parent.is_dir():
@@ -158,19 +219,24 @@ def _open_file(path: Path, overwrite: bool, used: Mapping[str, os.stat_result]) 
     exists = path.exists()
     if exists:
         _refuse_same(path.stat(), used, str(path))
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    if exists and existing == "resume" and not path.is_file():  # a pipe would keep us waiting
+        raise UsageError(f"--resume: the output {path} is no regular file, so it keeps nothing that could be resumed")
+    access = os.O_RDWR if existing == "resume" else os.O_WRONLY
+    fd = os.open(path, access | os.O_CREAT | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return ResultWriter(fd, str(path))
     try:
         _lock(fd, path)
         # An empty one has nothing to lose: a run that was killed while its model loaded leaves it.
-        if os.fstat(fd).st_size and not overwrite:
-            raise UsageError(f"the output {path} exists: give --overwrite to replace it, or another name")
+        if os.fstat(fd).st_size and existing == "refuse":
+            raise UsageError(
+                f"the output {path} exists: give --resume to go on with it, --overwrite to replace it, or another name"
+            )
     except UsageError:
         os.close(fd)
         raise
-    created = None if exists else Path(os.path.realpath(path))  # what a dangling link points to, not the link
-    return ResultWriter(fd, str(path), is_file=True, created=created)
+    # what a dangling link points to, not the link
+    return ResultWriter(fd, str(path), path=Path(os.path.realpath(path)), created=not exists)
 
 
 def _lock(fd: int, path: Path) -> None:

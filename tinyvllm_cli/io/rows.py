@@ -18,12 +18,14 @@ from tinyvllm_cli.io.messages import read_messages
 from tinyvllm_cli.io.prompts import Line, read_lines
 from tinyvllm_cli.io.settings import TextOption
 from tinyvllm_cli.io.source import Source
-from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys
+from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys, too_deep
 from tinyvllm_cli.text.row_template import RowTemplate, Truncate, no_column
-from tinyvllm_cli.types import Message, Request
+from tinyvllm_cli.types import Message
 
 DEFAULT_ID = "custom_id"
 ALL = "*"  # of --keep
+
+_ID: msgspec.json.Decoder[str | int | None] = msgspec.json.Decoder(str | int | None)
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,12 @@ class Rows:
     def line_id(self, line: Line) -> tuple[str | int, bool]:
         """As io.prompts.line_id(), from the column of --id. A row without one is called by its number, as is one whose
         cell is empty, for CSV has no null."""
-        with suppress(RequestError, msgspec.DecodeError):
-            refuse_deep(line.text, "the line")
-            raw = self._id_type.decode(line.text).custom_id
-            custom_id = msgspec.json.decode(raw, type=str | int | None) if raw else None
-            if custom_id is not None and not (self.csv and custom_id == ""):
-                return custom_id, True
+        if not too_deep(line.text):
+            with suppress(msgspec.DecodeError):
+                raw = self._id_type.decode(line.text).custom_id
+                custom_id = _ID.decode(raw) if raw else None
+                if custom_id is not None and not (self.csv and custom_id == ""):
+                    return custom_id, True
         return f"line-{line.number}", False
 
     def metadata(self, raw_fields: Mapping[str, bytes]) -> bytes | None:
@@ -65,8 +67,8 @@ class Rows:
         text = msgspec.json.encode({name: msgspec.Raw(raw_fields[name]) for name in names})
         return msgspec.json.format(text, indent=-1) if b"\r" in text else text
 
-    def request(self, raw_fields: Mapping[str, bytes], blank: Request) -> Request:
-        """RequestError where the template or the id cannot be had from these columns."""
+    def prompt(self, raw_fields: Mapping[str, bytes]) -> dict[str, Any]:
+        """The field of a request that these columns make. RequestError where the template or the id cannot be had."""
         columns = {name: _value(name, raw) for name, raw in raw_fields.items()}
         name = self.id_column or DEFAULT_ID
         if self.id_column is not None and name not in columns:
@@ -76,9 +78,9 @@ class Rows:
             raise RequestError("invalid_value", f"{name} is {shown(custom_id)}, wanted a text or an integer", name)
         texts = [template.render(columns) for template in self.templates]
         if self.roles is None:
-            return dataclasses.replace(blank, prompt=texts[0])
+            return {"prompt": texts[0]}
         turns = (Message(message.role, text) for message, text in zip(self.roles, texts, strict=True))
-        return dataclasses.replace(blank, messages=tuple(turns))
+        return {"messages": tuple(turns)}
 
     @cached_property
     def _id_type(self) -> msgspec.json.Decoder[Any]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.io.prompts import Line, line_id, read_lines, same_id
+from tinyvllm_cli.io.shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     from tinyvllm_cli.io.rows import Rows
@@ -24,12 +25,20 @@ FindId = Callable[[Line], tuple[str | int, bool]]
 class Scan:
     """A regular file as it stood at the start."""
 
-    requests: int  # lines that are not blank, at most the limit
+    requests: int  # of the shard, among those within the limit
     sha256: str  # of the whole file
     lines: int  # that are not blank, in the whole file
 
 
-def scan_file(stream: BinaryIO, name: str, *, text_lines: bool, limit: int | None, rows: Rows | None = None) -> Scan:
+def scan_file(
+    stream: BinaryIO,
+    name: str,
+    *,
+    text_lines: bool,
+    limit: int | None,
+    rows: Rows | None = None,
+    shard: Shard = WHOLE,
+) -> Scan:
     """Read a file from its start, and again only where ids may be equal; it stands at its start afterwards.
 
     UsageError for a custom_id given twice. Eight bytes a request are held, whatever the ids are.
@@ -40,7 +49,7 @@ def scan_file(stream: BinaryIO, name: str, *, text_lines: bool, limit: int | Non
     for line in read(stream):
         count += 1
         if not text_lines:
-            hashes.append(_hash(find_id(line)[0]))
+            hashes.append(id_hash(find_id(line)[0]))
     suspects = _repeated(hashes)
     if suspects:
         stream.seek(0)
@@ -48,10 +57,11 @@ def scan_file(stream: BinaryIO, name: str, *, text_lines: bool, limit: int | Non
     stream.seek(0)
     sha256 = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
     stream.seek(0)
-    return Scan(count if limit is None else min(count, limit), sha256, count)
+    return Scan(shard.count(count if limit is None else min(count, limit)), sha256, count)
 
 
-def _hash(custom_id: str | int) -> int:
+def id_hash(custom_id: str | int) -> int:
+    """64 bits of a custom_id; 17 and "17" differ."""
     return int.from_bytes(hashlib.blake2b(msgspec.json.encode(custom_id), digest_size=8).digest())
 
 
@@ -65,7 +75,7 @@ def _refuse_repeats(name: str, lines: Iterable[Line], suspects: frozenset[int], 
     first: dict[bytes, tuple[int, bool]] = {}
     for line in lines:
         custom_id, own = find_id(line)
-        if _hash(custom_id) not in suspects:
+        if id_hash(custom_id) not in suspects:
             continue
         place = line.number, own
         earlier = first.setdefault(msgspec.json.encode(custom_id), place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 from tinyvllm_cli.errors import RequestError
@@ -38,12 +39,15 @@ def refuse_equal_keys(text: str) -> None:
 
     ValueError where it is no JSON.
     """
-    json.loads(text, object_pairs_hook=_once, parse_int=str, parse_float=str)
+    _decode(text)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> None:
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise RequestError("invalid_json", f"the field {shown(key)} stands twice in an object, wanted it once")
-        seen.add(key)
+    if len(dict(pairs)) == len(pairs):
+        return
+    counts = Counter(key for key, _ in pairs)
+    key = max(counts, key=counts.__getitem__)
+    raise RequestError("invalid_json", f"the field {shown(key)} stands twice in an object, wanted it once")
+
+
+_decode = json.JSONDecoder(object_pairs_hook=_once, parse_int=str, parse_float=str).decode

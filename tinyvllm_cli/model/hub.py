@@ -17,6 +17,7 @@ from tinyvllm_cli.errors import ModelError, UsageError
 from tinyvllm_cli.model import catalogue, hub_repo
 from tinyvllm_cli.model.storage import cache_dir
 from tinyvllm_cli.model.weights.gguf import is_gguf
+from tinyvllm_cli.said import on_terminal
 
 __all__ = ["ModelFiles", "cache_dir", "find_model"]
 
@@ -48,7 +49,7 @@ def find_model(
     report: gets one line before anything is fetched. progress: a bar on standard error, where that is a terminal.
     fetch: False asks for what is on this machine only. Raises ModelError, or UsageError for a misplaced revision.
     """
-    progress = progress and sys.stderr.isatty()
+    progress = progress and on_terminal()
     entry = catalogue.CATALOGUE.get(name)
     local = _local_files(name)
     if local is not None and (entry is None or local.is_file() or os.path.lexists(local / "config.json")):

@@ -56,6 +56,11 @@ class ChatTemplate:
         except Exception as error:  # what Python does not compile: too deep, too many digits
             raise ModelError(f"{name} is not valid Jinja: {type(error).__name__}: {_one_line(error)}") from error
 
+    @property
+    def asks_date(self) -> bool:
+        """What it renders may depend on `now`."""
+        return "strftime_now" in self.source
+
     def render(
         self,
         messages: Sequence[Message],

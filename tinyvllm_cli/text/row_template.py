@@ -34,6 +34,8 @@ class RowTemplate:
             tree = environment.parse(source)
             self.names: frozenset[str] = frozenset(meta.find_undeclared_variables(tree)) - {ROW, *environment.globals}
             self._template: Template = environment.from_string(tree)
+            # Each row copies them, and from Jinja's own ChainMap that takes longer than to render a short prompt.
+            self._template.globals = dict(self._template.globals)
         except TemplateSyntaxError as error:
             raise UsageError(f"--template is not valid Jinja: line {error.lineno}: {error.message}") from None
         except Exception as error:  # what Python does not compile: too deep, too many digits

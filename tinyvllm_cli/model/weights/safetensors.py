@@ -92,6 +92,19 @@ def read_metadata(path: Path) -> dict[str, str]:
     return {} if raw is None else _decode(raw, dict[str, str], path)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that open_folder() reads. ModelError where they are not there, or the index is broken."""
+    if os.path.lexists(folder / SINGLE):
+        return [folder / SINGLE]
+    return [folder / file for file in sorted(set(_read_index(folder / INDEX).values()))]
+
+
+def data_start(path: Path) -> int:
+    """Bytes in front of a file's tensors."""
+    with path.open("rb") as file:
+        return PREFIX + int.from_bytes(file.read(PREFIX), "little")
+
+
 def open_folder(folder: Path) -> SafeTensors:
     """model.safetensors of a folder, or the files of its index. ModelError where they are not there or broken."""
     if os.path.lexists(folder / SINGLE):

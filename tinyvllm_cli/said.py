@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
+
+NO_CURSOR = {"", "dumb", "unknown"}  # what TERM is where a line cannot be drawn over; not set at all is the same
 
 
 def printable(text: str) -> str:
@@ -16,3 +19,8 @@ def warn(line: str) -> None:
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
             print(printable(line), file=sys.stderr, flush=True)
+
+
+def on_terminal() -> bool:
+    """Standard error is a terminal, on which a bar can be drawn."""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM", "") not in NO_CURSOR
