@@ -21,6 +21,9 @@ eval "$(_TINYVLLM_COMPLETE=zsh_source tinyvllm)"    # zsh, in ~/.zshrc, after co
 _TINYVLLM_COMPLETE=fish_source tinyvllm | source    # fish, in ~/.config/fish/config.fish
 ```
 
+Exit codes of `run`: 0 all answered, or nothing to do; 3 finished, some lines failed; 2 the command line; 1 could not start
+or finish; 130, 143 and 129 stopped by ^C, SIGTERM and SIGHUP; 141 the reader of standard output went away.
+
 """
 
 

@@ -7,12 +7,16 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import duckdb
 import pytest
 from command import by_id, place_free, read_answers, run_here
+from jsonschema import ValidationError
 from shell_blocks import command_lines, run_block, shell_blocks
 from tiny import CHAT_TEMPLATE, make_tiny_model
 
@@ -28,6 +32,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text()
 BATCH_FILES = (ROOT / "docs" / "batch-files.md").read_text()
 GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text()
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PYTHON_IN_SHELL = re.compile(r"^python - <<'END'\n(.*?)^END$", re.DOTALL | re.MULTILINE)
 TEST_LINK = re.compile(r"\[`(test_\w+)`\]\(\.\./(tests/test_\w+\.py)\)")
 ANSWER = re.compile(r'\{"custom_id":.*"error":null')
 
@@ -141,33 +147,121 @@ lines' --resume \\
             parse(words)
 
 
-def test_the_blocks_of_the_page_of_batch_files_run(tmp_path: Path):
-    """From top to bottom in an empty folder; then what they are about holds."""
+@dataclass(frozen=True)
+class PageRun:
+    """What the blocks of the page of batch files left in their folder, and what each said."""
+
+    folder: Path
+    blocks: list[tuple[str, str]]  # what it said, the block
+
+    def answers(self, name: str) -> dict[str | int, dict[str, Any]]:
+        """By id, each once, without what tells the place in the file and what is of no account."""
+        found = by_id(read_answers(self.folder / name))
+        return {custom_id: place_free(answer) for custom_id, answer in found.items()}
+
+    def texts(self, name: str) -> dict[str | int, str]:
+        return {custom_id: answer["choices"][0]["text"] for custom_id, answer in self.answers(name).items()}
+
+    def table(self, name: str) -> list[dict[str, str]]:
+        with (self.folder / name).open(newline="") as file:
+            return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def page_run(tmp_path_factory: pytest.TempPathFactory) -> PageRun:
+    """The blocks run from top to bottom in an empty folder, each to its end."""
     if shutil.which("jq") is None:
         pytest.skip("jq is not here")
+    folder = tmp_path_factory.mktemp("page")
     for name, seed in ("small", 0), ("large", 1):
-        make_tiny_model(tmp_path / name, seed=seed, chat_template=CHAT_TEMPLATE)
-    said = []
+        make_tiny_model(folder / name, seed=seed, chat_template=CHAT_TEMPLATE)
+    blocks = []
     for block in shell_blocks(BATCH_FILES):
-        run = run_block(block, tmp_path, tmp_path / "small")
+        run = run_block(block, folder, folder / "small")
         assert run.returncode == 0, f"{block}\n{run.stderr}"
-        said.append(run.stdout)
-    answers = {name: place_free(answer) for name, answer in by_id(read_answers(tmp_path / "answers.jsonl")).items()}
-    for other in ("merged", "small"):
-        found = by_id(read_answers(tmp_path / f"{other}.jsonl"))
-        assert {name: place_free(answer) for name, answer in found.items()} == answers
-    with (tmp_path / "reviews.csv").open(newline="") as reviews:
-        rows = list(csv.DictReader(reviews))
-    texts = {row["custom_id"]: row["choices"][0]["text"] for row in read_answers(tmp_path / "labels.jsonl")}
-    with (tmp_path / "labels.csv").open(newline="") as labels:
-        table = [(row["review_id"], row["review"], row["label"]) for row in csv.DictReader(labels)]
-    assert table == [(row["review_id"], row["review"], texts[row["review_id"]]) for row in rows]
-    texts = {row["custom_id"]: row["choices"][0]["text"] for row in read_answers(tmp_path / "rows.out.jsonl")}
-    packed = duckdb.read_parquet(str(tmp_path / "answers.parquet")).fetchall()
-    assert packed == [(*row.values(), texts[row["review_id"]]) for row in rows]
-    differing = {json.loads(line)["custom_id"] for line in said[-1].splitlines()}
-    large = by_id(read_answers(tmp_path / "large.jsonl"))
-    assert differing == {name for name, answer in answers.items() if large[name]["choices"] != answer["choices"]}
+        blocks.append((run.stdout, block))
+    return PageRun(folder, blocks)
+
+
+def test_what_is_merged_resumed_and_answered_anew_is_what_one_run_gives(page_run: PageRun):
+    answers = page_run.answers("answers.jsonl")
+    assert len(answers) == 4 and not any(answer["error"] for answer in answers.values())
+    assert page_run.answers("merged.jsonl") == answers
+    assert page_run.answers("once.jsonl") == answers
+    assert page_run.answers("small.jsonl") == answers
+
+
+def test_the_labels_of_the_page_are_the_trimmed_answers_and_are_counted(page_run: PageRun):
+    texts = {name: text.strip() for name, text in page_run.texts("labels.jsonl").items()}
+    assert page_run.table("labels.csv") == [
+        {"review_id": row["review_id"], "review": row["review"], "label": texts[row["review_id"]], "error": ""}
+        for row in page_run.table("reviews.csv")
+    ]
+    (counts,) = (said for said, block in page_run.blocks if "uniq -c" in block)
+    counted = dict(line.split(None, 1)[::-1] for line in counts.splitlines())
+    assert {label: int(count) for label, count in counted.items()} == Counter(texts.values())
+
+
+def test_the_filter_of_the_page_trims_both_ends():
+    if shutil.which("jq") is None:
+        pytest.skip("jq is not here")
+    (trim,) = set(re.findall(r'gsub\(".*"; ""\)', BATCH_FILES))
+    for text in "\n very good \t", "good", " \n", "":
+        run = subprocess.run(["jq", trim], input=json.dumps(text), capture_output=True, encoding="utf-8", check=True)
+        assert json.loads(run.stdout) == text.strip()
+
+
+def test_text_is_undone_and_stands_beside_its_id(page_run: PageRun):
+    texts = page_run.texts("answers.jsonl")
+    ids = [json.loads(line)["custom_id"] for line in (page_run.folder / "mended.jsonl").read_text().splitlines()]
+    lines = (page_run.folder / "texts.txt").read_text().split("\n")
+    (said,) = (said for said, block in page_run.blocks if "paste" in block)
+    undone = "".join(f"{texts[name]}\n" for name in ids)
+    assert said == undone + "".join(f"{json.dumps(name)}\t{line}\n" for name, line in zip(ids, lines, strict=False))
+
+
+def test_a_batch_file_is_answered_once_its_fields_are_stripped(page_run: PageRun):
+    refused, answered = (said for said, block in page_run.blocks if "batch.out.jsonl" in block and "jq" in block)
+    assert "exit code 3\nrequest-3\tunsupported\tpresence_penalty" in refused
+    answers = read_answers(page_run.folder / "batch.out.jsonl")
+    assert [answer["response"]["status_code"] for answer in answers] == [200] * 3
+    assert [line.split("\t")[0] for line in answered.splitlines()] == ["request-1", "request-2", "request-3"]
+
+
+def test_rows_come_back_as_parquet(page_run: PageRun):
+    texts = page_run.texts("rows.out.jsonl")
+    packed = duckdb.read_parquet(str(page_run.folder / "answers.parquet")).fetchall()
+    assert packed == [(*row.values(), texts[row["review_id"]]) for row in page_run.table("reviews.csv")]
+
+
+@pytest.mark.parametrize("names", [("word", "sentence"), ("small", "large")])
+def test_a_comparison_shows_the_answers_that_differ(page_run: PageRun, names: tuple[str, str]):
+    a, b = (page_run.texts(f"{name}.jsonl") for name in names)
+    shown = (page_run.folder / "differences.jsonl").read_text() if "word" in names else page_run.blocks[-1][0]
+    found = {line["custom_id"]: (line["a"], line["b"]) for line in map(json.loads, shown.splitlines())}
+    assert found and found == {name: (a[name], b[name]) for name in a if a[name] != b[name]}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_is_python(page: Path):
+    text = page.read_text()
+    for block in PYTHON.findall(text) + PYTHON_IN_SHELL.findall(text):
+        compile(block, page.name, "exec")
+
+
+def test_the_check_of_the_page_of_lines_takes_answers_and_nothing_else(
+    page_run: PageRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (block,) = PYTHON.findall((ROOT / "docs" / "lines.md").read_text())
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    monkeypatch.chdir(tmp_path)
+    for name in "answers.jsonl", "labels.jsonl":
+        shutil.copy(page_run.folder / name, tmp_path / "answers.jsonl")
+        exec(block, {})
+    with (tmp_path / "answers.jsonl").open("a") as file:
+        file.write('{"custom_id": "a"}\n')
+    with pytest.raises(ValidationError):
+        exec(block, {})
 
 
 @pytest.mark.parametrize("block", shell_blocks(BATCH_FILES, elsewhere=True))

@@ -19,7 +19,7 @@ from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.io.prompts import Item
 from tinyvllm_cli.io.results import encode
 from tinyvllm_cli.io.resume import Earlier, Resume, read_earlier, stamped
-from tinyvllm_cli.types import Choice, Completion, Failure, Stats, Usage
+from tinyvllm_cli.types import Choice, Completion, Failure, Request, Stats, Usage
 
 STATS = Stats(queue_s=0.1, ttft_s=1.0, decode_s=1 / 3, e2e_s=4 / 3, tokens_per_s=2 / 3)
 FINGERPRINT = "0123456789abcdef"
@@ -230,6 +230,12 @@ def test_what_is_done_again_and_what_is_not(rows: list[Row], items: list[Item], 
 
     if other is not None:
         with pytest.raises(UsageError, match=rf"line {other} answers .* from another line, .* \(because\)"):
+            compare()
+        return
+    answers = any(not failed for _, _, failed in rows)
+    asked = [item for item, is_wanted in zip(items, wanted, strict=True) if is_wanted and isinstance(item, Request)]
+    if all_at_once and answers and all(wanted) and asked:
+        with pytest.raises(UsageError, match=r"none of its .* belongs to this input"):
             compare()
         return
     assert compare() == wanted

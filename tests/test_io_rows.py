@@ -184,8 +184,9 @@ def test_rows_on_standard_input_and_texts_cut_by_the_models_own_tokens(tiny: Pat
         (("--id", "city"), "needs --template"),
         (("-t", "{{ ciy }}"), "did you mean city?"),
         (("-t", "{{ city"), "not valid Jinja"),
-        (("-t", "x", "--id", "key"), "--id asks for the column key"),
-        (("-t", "x", "--keep", "notes"), "did you mean note?"),
+        (("-t", "{{ city }}", "--id", "key"), "--id asks for the column key"),
+        (("-t", "{{ city }}", "--keep", "notes"), "did you mean note?"),
+        (("-t", "city.txt"), "uses no column"),
         (("-t", "@missing.txt"), "cannot read missing.txt"),
     ],
 )
@@ -274,3 +275,20 @@ def test_a_dry_run_reads_no_weights(tiny: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(load, "choose_backend", refuse)
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}])
     assert run_here("run", source, "-m", tiny, "--dry-run") == 0
+
+
+def test_what_people_often_have_in_the_place_of_a_table_is_named(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    for separator in ";\t|":
+        (tmp_path / "in.csv").write_text(separator.join(["id", "text"]) + "\n" + separator.join(["1", "x"]) + "\n")
+        assert run_here("run", tmp_path / "in.csv", "-m", tiny, "-t", "{{ text }}") == 2
+        assert "columns are separated by commas" in capfd.readouterr().err
+    (tmp_path / "in.csv").write_text("stars\n3\n")
+    out = tmp_path / "out.csv"
+    assert run_here("run", tmp_path / "in.csv", "-m", tiny, "-t", "{% if stars > 2 %}x{% endif %}", "-o", out) == 3
+    assert "these columns are texts" in read_answers(out)[0]["error"]["message"]
+    assert "out.csv will hold JSON lines" in capfd.readouterr().err
+    (tmp_path / "in.jsonl").write_text('[\n{"stars": 3},\n{"stars": 2}]\n')
+    assert run_here("run", tmp_path / "in.jsonl", "-m", tiny, "-t", "{{ stars }}", "--dry-run") == 3
+    assert "makes lines of a whole array" in capfd.readouterr().err

@@ -62,3 +62,12 @@ def test_what_is_no_input(tmp_path: Path, name: str):
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(UsageError, match=name):
         open_source(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "what_to_do"),
+    [("a.json", "jq"), ("a.jsonl.gz", "gunzip"), ("a.tsv", "commas"), ("a.parquet", "batch-files.md"), ("a", "- for")],
+)
+def test_another_kind_of_file_is_refused_with_the_way_to_lines(name: str, what_to_do: str):
+    with pytest.raises(UsageError, match=what_to_do):
+        open_source(name)

@@ -141,6 +141,19 @@ def test_another_line_is_refused(chat: Path, tmp_path: Path, said: Said, monkeyp
     assert run_here(*begun.command("-q")) == 0, "neither its place nor its metadata is an option"
 
 
+def test_an_output_of_other_requests_is_refused(chat: Path, tmp_path: Path, said: Said):
+    begun = Begun(tmp_path, chat)
+    others = write_lines(tmp_path / "others.jsonl", [line | {"custom_id": f"x{line['custom_id']}"} for line in LINES])
+    for source, options, scope in (
+        (others, (), "this input,"),
+        (begun.source, ("--shard", "2/3"), "this input with --shard,"),
+    ):
+        before = begun.state()
+        code, _, err = said("run", source, "-m", chat, "-o", begun.out, "--resume", *options)
+        assert code == 2 and begun.state() == before
+        assert f"none of its 2 answers belongs to {scope}" in err
+
+
 @pytest.mark.parametrize("change", ["weights", "template", "format"])
 def test_another_model_is_refused_and_a_copy_is_not(chat: Path, tmp_path: Path, said: Said, change: str):
     folder = tmp_path / "run"

@@ -15,6 +15,7 @@ from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, RequestError
 from tinyvllm_cli.io.input import Input
 from tinyvllm_cli.io.progress import make_display
 from tinyvllm_cli.io.prompts import Item
+from tinyvllm_cli.io.summary import place
 from tinyvllm_cli.load import open_text_side
 from tinyvllm_cli.run_options import RunOptions
 from tinyvllm_cli.said import warn
@@ -49,7 +50,7 @@ def validate(items: Iterable[Item], codec: TextCodec, context: int, *, say: Call
             prompt = take_prompt(codec, request, context)
         except RequestError as error:
             failed += 1
-            warn(f"line {item.line}: {error.type}: {error.message}")
+            warn(f"{place(item)}: {error.type}: {error.message}")
             continue
         lengths.append(len(prompt.ids))
         truncated += prompt.truncated > 0

@@ -13,7 +13,7 @@ from tinyvllm_cli.io.ordered import Order
 from tinyvllm_cli.io.progress import Display
 from tinyvllm_cli.io.record import RunRecord
 from tinyvllm_cli.io.results import ResultWriter
-from tinyvllm_cli.io.summary import Progress, Summary, Tally, percentile
+from tinyvllm_cli.io.summary import Progress, Summary, Tally, percentile, place
 from tinyvllm_cli.said import warn
 from tinyvllm_cli.types import Completion, Failure, Request
 
@@ -166,11 +166,11 @@ class Job:
         self._writer.write(completion)
         self.tally.add(completion)
         if completion.error is not None:
-            self._tell(completion.line, completion.error)
+            self._tell(place(completion), completion.error)
 
-    def _tell(self, line: int | None, failure: Failure) -> None:
+    def _tell(self, place: str, failure: Failure) -> None:
         if self._tell_failures:
-            warn(f"line {line}: {failure.type}: {failure.message}")
+            warn(f"{place}: {failure.type}: {failure.message}")
         if failure.detail is not None:
             self._record.add_traceback(failure.detail)
 

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from tinyvllm_cli.load import LoadedModel, Prepared
 
 
+TABLES = {".csv", ".tsv", ".txt", ".parquet"}  # what an output is not
+
+
 @dataclass(frozen=True, slots=True)
 class _Checked:
     """A run whose cheap checks have passed: all that is known before there is a model."""
@@ -124,6 +127,8 @@ def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[s
 
 
 def _run(run: _Checked, hold: Hold) -> int:
+    if Path(run.options.output).suffix.lower() in TABLES and run.options.format == "jsonl":
+        run.display.say(f"note: {run.writer.name} will hold JSON lines; docs/batch-files.md makes a table of them")
     if run.input.scan is not None and run.input.scan.requests == 0:
         return _no_requests(run)
     date = frozen_date(run.record)
@@ -192,7 +197,8 @@ def _compare(run: _Checked, prepared: Prepared, date: datetime) -> _Ready:
     resume = None
     items = stamped(input.requests(defaults, codec), fingerprints)
     if run.earlier is not None:
-        resume = Resume(run.earlier, differences(run.record, asdict(run.options), answers))
+        differs = differences(run.record, asdict(run.options), answers)
+        resume = Resume(run.earlier, differs, run.options.scope)
         if input.scan is None:
             items = filter(resume.wants, items)
         else:
@@ -306,7 +312,8 @@ def _run_recorded(job: Job, loaded: LoadedModel, record: RunRecord, run: _Checke
         progress, summary = job.result(load_s=loaded.load_s, num_blocks=loaded.backend.limits.num_blocks)
         record.write(state, progress.as_json(), summary.as_json())
         if say and state != "finished":
-            display.say(f"{state} before the end; the finished answers are kept{go_on}")
+            left = "" if progress.total is None else f", {progress.total - progress.done} requests are left"
+            display.say(f"{state} before the end; the finished answers are kept{left}{go_on}")
         for line in summary.lines() if say else ():
             display.say(line)
 

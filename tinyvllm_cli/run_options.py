@@ -77,6 +77,12 @@ class RunOptions(MachineOptions):
         return "resume" if self.resume else "overwrite" if self.overwrite else "refuse"
 
     @property
+    def scope(self) -> str:
+        """What the requests of this run are called beside those of other runs."""
+        parts = [f"--{name}" for name in ("limit", "shard") if getattr(self, name) is not None]
+        return f"this input with {' and '.join(parts)}" if parts else "this input"
+
+    @property
     def in_order(self) -> bool:
         """Lines of text do not say which request they belong to: their place does."""
         return self.ordered or self.format == "text"

@@ -23,7 +23,9 @@ BASH = """\
     local kind value
     COMPREPLY=()
     while IFS=, read -r kind value; do
-        if [[ $kind == file ]]; then
+        if [[ -z $kind ]]; then
+            continue
+        elif [[ $kind == file ]]; then
             compopt -o filenames
             mapfile -t -O ${#COMPREPLY[@]} COMPREPLY < <(compgen -f -- "$value")
         else

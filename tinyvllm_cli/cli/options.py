@@ -164,7 +164,7 @@ answer_options = _group(
         type=_some_text,
         multiple=True,
         metavar="TEXT",
-        help="End the answer before this text. May be repeated.",
+        help="End the answer before this text; a line end is $'\\n' in most shells. May be repeated.",
     ),
     _option(
         "--seed",
@@ -203,7 +203,8 @@ output_options = _group(
         type=click.Choice(["jsonl", "text"]),
         default="jsonl",
         show_default=True,
-        help="text: only the answer, one line for each request in the order of the input, line ends in it as \\n.",
+        help="text: only the answer, one line for each request in the order of the input. Line ends in it stand as "
+        "\\n, backslashes as \\\\, and tabs between the answers of -n.",
     ),
     _option("--record", metavar="FILE", help="Run record: what was run and how far it is.  [default: OUTPUT.run.json]"),
     _option("-q", "--quiet", is_flag=True, help="Say nothing but errors on standard error."),

@@ -122,6 +122,7 @@ OTHER_NAMES = {
     "text": "prompt",
     "input": "prompt",
     "question": "prompt",
+    "instruction": "a column of a row, for which -t '{{ instruction }}' makes the prompt",
     "system": "messages with a system turn, or the option --system",
     "model": "the option --model",
 }

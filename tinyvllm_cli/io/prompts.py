@@ -260,7 +260,8 @@ def split_fields(line: bytes) -> dict[str, bytes]:
         refuse_equal_keys(text)
     except msgspec.ValidationError:
         kind = {"[": "an array", '"': "a string"}.get(text.strip()[0], "a single value")
-        raise RequestError("invalid_line", f"the line is {kind}, wanted a JSON object") from None
+        hint = "; `jq -c '.[]' FILE` makes lines of a whole array" if kind == "an array" else ""
+        raise RequestError("invalid_line", f"the line is {kind}, wanted a JSON object{hint}") from None
     except (msgspec.DecodeError, ValueError) as error:
         raise RequestError("invalid_json", _not_json(line, str(error))) from None
     return {name: bytes(raw) for name, raw in raw_fields.items()}
@@ -274,7 +275,8 @@ def _not_json(line: bytes, detail: str) -> str:
     if "truncated" in detail:
         return "the line ends inside a JSON value, wanted one JSON object"
     detail = detail.removeprefix("JSON is malformed: ")
-    return f"the line is not JSON ({detail}), wanted one JSON object a line; plain prompts go into a .txt file"
+    hint = "plain prompts go into a .txt file, cells into a .csv file"
+    return f"the line is not JSON ({detail}), wanted one JSON object a line; {hint}"
 
 
 def _take_metadata(raw_fields: dict[str, bytes]) -> bytes | None:

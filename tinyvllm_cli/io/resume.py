@@ -154,12 +154,13 @@ def stamped(items: Iterable[Item], fingerprints: Fingerprints) -> Iterator[Item]
 class Resume:
     """Compares the requests of an input with what is there."""
 
-    def __init__(self, earlier: Earlier, differs: str = "") -> None:
-        """differs: what is known to be other than in the earlier run, for the error."""
+    def __init__(self, earlier: Earlier, differs: str = "", scope: str = "this input") -> None:
+        """For messages: differs: what is known to be other than in the earlier run; scope: what is compared."""
         self.earlier = earlier
         self.kept = 0  # requests that are answered
         self.requests = 0  # to be answered
         self._differs = differs
+        self._scope = scope
         answered = np.flatnonzero(~earlier.failed)
         self._rows = answered[np.argsort(earlier.ids[answered])]
         self._sorted = earlier.ids[self._rows]
@@ -194,6 +195,12 @@ class Resume:
             if item.request_id < lines:  # else somebody writes to the input: what is new comes another time
                 wanted[item.request_id] = self.wants(item)
         self._compared = True
+        if len(self._rows) and not self.kept and self.requests:
+            answers = _count(len(self._rows), "answer")
+            raise UsageError(
+                f"{self.earlier.name}: none of its {answers} belongs to {self._scope}, so there is nothing to resume: "
+                "is the input, --id or --shard another? For new requests give another output"
+            )
         return wanted
 
     def dropped(self) -> npt.NDArray[np.bool_]:
@@ -209,7 +216,7 @@ class Resume:
         if self._compared:
             line += f", {_count(len(self._again), 'request')} to do"
             if answers > self.kept:
-                line += f"; {answers - self.kept} of the answers belong to no request of this input"
+                line += f"; {answers - self.kept} of the answers belong to no request of {self._scope}"
         if foreign := int((self.earlier.fingerprints[self._rows] == NO_FINGERPRINT).sum()):
             line += f"; {foreign} of them without a fingerprint: nothing tells whether they were asked alike"
         return line

@@ -108,6 +108,11 @@ def read_rows(
         raise UsageError("--raw gives one prompt as it is, and --template is a list of messages: give one of them")
     texts = [template.text] if roles is None else [message.content for message in roles]
     rows = Rows(source.suffix == ".csv", tuple(map(RowTemplate, texts)), roles, id_column, tuple(keep))
+    if not any(part.reads_row for part in rows.templates):
+        raise UsageError(
+            "--template uses no column, so that all prompts would be the same: {{ review }} stands for the column "
+            "review, and a template in a file is given as @FILE"
+        )
     if rows.csv:
         if not source.twice:
             raise UsageError(f"the input {source.name} is no regular file, which a .csv file must be")

@@ -14,6 +14,13 @@ from typing import BinaryIO
 from tinyvllm_cli.errors import UsageError
 
 STDIN = 0
+OTHER_KINDS = {  # files that hold lines in another form: how to come to them
+    ".json": "`jq -c '.[]' FILE > FILE.jsonl` makes lines of a JSON array",
+    ".gz": "unpack it, or `gunzip -c FILE | tinyvllm run -` for JSON lines",
+    ".zst": "unpack it, or `zstd -dc FILE | tinyvllm run -` for JSON lines",
+    ".tsv": "columns are separated by commas in a .csv file",
+    ".parquet": "docs/batch-files.md shows how to make lines of it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +80,8 @@ def open_source(name: str) -> Source:
     path = Path(name)
     suffix = path.suffix.lower()
     if suffix not in {".jsonl", ".csv", ".txt"}:
-        raise UsageError(
-            f"the input {name} is no .jsonl, .csv or .txt file; give one, or - for JSON lines on standard input"
-        )
+        wanted = OTHER_KINDS.get(suffix, "give one, or - for JSON lines on standard input")
+        raise UsageError(f"the input {name} is no .jsonl, .csv or .txt file; {wanted}")
     try:
         if path.is_dir():
             raise UsageError(f"the input {name} is a directory, wanted a .jsonl, .csv or .txt file")

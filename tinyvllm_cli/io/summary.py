@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm_cli.types import Completion
+from tinyvllm_cli.io.fields import shown
+from tinyvllm_cli.types import Completion, Request
+
+
+def place(item: Request | Completion) -> str:
+    """A line of the input as messages call it, with its id where it has one of its own."""
+    own = "" if item.custom_id == f"line-{item.line}" else f" ({shown(item.custom_id)})"
+    return f"line {item.line}{own}"
 
 
 @dataclass(slots=True)
@@ -35,7 +42,7 @@ class Tally:
             self.failed += 1
             self.failures[completion.error.type] += 1
             if self.first_failure is None:
-                self.first_failure = f"line {completion.line}: {completion.error.message}"
+                self.first_failure = f"{place(completion)}: {completion.error.message}"
             return
         self.ok += 1
         self.cut += any(choice.finish_reason == "length" for choice in completion.choices)
@@ -125,6 +132,13 @@ class Summary:
         return [
             f"requests: {self.ok} ok, {self.failed} failed, {self.cut} cut at max_tokens or the context",
             *([f"failed:   {counts}; the first in {self.first_failure}"] if self.failed else []),
+            *(self._measures() if self.ok else []),
+            f"machine:  {self.mean_slots_busy:.1f} slots busy on average, {self.load_s:.1f} s to load,"
+            f" {self.wall_s:.1f} s to answer",
+        ]
+
+    def _measures(self) -> list[str]:
+        return [
             f"tokens:   {self.prompt_tokens} in, {self.completion_tokens} out, {self.tokens_per_s:.1f} out a second",
             f"latency:  TTFT p50 {_seconds(self.ttft_p50_s)}, p99 {_seconds(self.ttft_p99_s)};"
             f" end to end p50 {_seconds(self.e2e_p50_s)}, p99 {_seconds(self.e2e_p99_s)}",
@@ -132,8 +146,6 @@ class Summary:
             f" {self.peak_shared_blocks} shared, {self.mean_blocks:.1f} on average,"
             f" {self.unwritten_share:.1%} of these unwritten; {self.hit_rate:.1%} of the prompts cached,"
             f" {self.preemptions} preempted, {self.evictions} evicted",
-            f"machine:  {self.mean_slots_busy:.1f} slots busy on average, {self.load_s:.1f} s to load,"
-            f" {self.wall_s:.1f} s to answer",
         ]
 
 

@@ -130,7 +130,7 @@ def _path(name: str) -> Path:
 
 def _siblings(name: str) -> list[str]:
     try:
-        return [entry.name for entry in _path(name).parent.iterdir()]
+        return [e.name for e in _path(name).parent.iterdir() if e.suffix.lower() == ".gguf" or e.is_dir()]
     except (OSError, RuntimeError, ValueError):
         return []
 

@@ -22,7 +22,8 @@ class RowTemplate:
     """The text of one prompt or message, rendered for each row. Columns are data: Jinja in them stays as it is.
 
     truncate: what the filter truncate_tokens(n) does; it needs the model's tokenizer. None: rendering is not wanted
-    yet. names: what the template takes from outside. Raises UsageError where the source is no template.
+    yet. names: columns that it names; reads_row: whether it uses any column. Raises UsageError where the source is no
+    template.
     """
 
     def __init__(self, source: str, truncate: Truncate | None = None) -> None:
@@ -32,7 +33,9 @@ class RowTemplate:
         environment = _environment(truncate)
         try:
             tree = environment.parse(source)
-            self.names: frozenset[str] = frozenset(meta.find_undeclared_variables(tree)) - {ROW, *environment.globals}
+            free = frozenset(meta.find_undeclared_variables(tree)) - {*environment.globals}
+            self.names: frozenset[str] = free - {ROW}
+            self.reads_row = bool(free)
             self._template: Template = environment.from_string(tree)
             # Each row copies them, and from Jinja's own ChainMap that takes longer than to render a short prompt.
             self._template.globals = dict(self._template.globals)
@@ -60,6 +63,8 @@ class RowTemplate:
             raise RequestError("template_error", self._undefined(columns, error)) from None
         except Exception as error:  # a template is a program: it can fail in any way
             message = f"the template fails: {type(error).__name__}: {_one_line(error)}"
+            if isinstance(error, TypeError) and all(isinstance(value, str) for value in columns.values()):
+                message += "; these columns are texts, of which {{ stars|int }} makes a number"
             raise RequestError("template_error", message) from error
         return text.getvalue()
 
@@ -75,6 +80,8 @@ def no_column(what: str, name: str, columns: Sequence[str]) -> str:
     """The fault of a column that `what` asks for and the row or the header lacks."""
     nearest = difflib.get_close_matches(name, columns, 1)
     hint = f"did you mean {nearest[0]}?" if nearest else f"found {', '.join(columns) or 'no columns'}"
+    if len(columns) == 1 and any(char in columns[0] for char in ";\t|"):
+        hint += "; columns are separated by commas"
     return f"{what} asks for the column {name}, which is not there: {hint}"
 
 
