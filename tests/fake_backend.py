@@ -258,6 +258,9 @@ class FakeCodec:
     push_s: float = 0.0  # seconds of text work a token
     broken_token: int | None = None
 
+    def least_tokens(self, request: Request) -> int:
+        return 0
+
     def encode(self, request: Request) -> list[int]:
         if request.prompt is not None:
             raise RequestError("template_error", request.prompt, "prompt")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import CASES, by_id, place_free, read_answers, run_apart, run_here
+from command import CASES, by_id, place_free, read_answers, run_apart, run_here, write_lines
 from fake_backend import FakeBackend, limits
 from tiny import BYTE_OFFSET, TOKENIZER_SIZE, byte_ids, make_tiny_model
 
@@ -15,7 +15,7 @@ from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.io.prompts import Defaults, read_lines, read_requests
 from tinyvllm_cli.io.results import encode
 from tinyvllm_cli.text.codec import TextCodec
-from tinyvllm_cli.text.tokenizer import load_tokenizer
+from tinyvllm_cli.text.tokenizer import Tokenizer, load_tokenizer
 from tinyvllm_cli.types import Completion, Request, SlotOptions
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -236,3 +236,17 @@ def test_ids_that_do_not_exist(tiny: Path, tmp_path: Path, field: str, token_id:
     answers = run_case(tmp_path, tiny, case, code=3)
     assert failure(answers["bad"]) == ("invalid_token_id", field)
     assert str(token_id) in answers["bad"]["error"]["message"] and answers["good"]["error"] is None
+
+
+def test_what_is_far_too_long_is_not_tokenized(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = Tokenizer.encode
+
+    def watched(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        assert len(text) < 1_000_000
+        return whole(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    lines = [{"custom_id": "long", "prompt": "a" * 3_000_000}, {"custom_id": "short", "prompt": "a"}]
+    answers = run_case(tmp_path, tiny, write_lines(tmp_path / "in.jsonl", lines), code=3)
+    assert failure(answers["long"]) == ("prompt_too_long", "prompt")
+    assert "at least" in answers["long"]["error"]["message"] and answers["short"]["error"] is None

@@ -164,3 +164,20 @@ def test_the_function_of_a_shell_is_given(shell: str):
     env = {**os.environ, "_TINYVLLM_COMPLETE": f"{shell}_source"}
     ended = subprocess.run(TINYVLLM, env=env, capture_output=True, text=True, check=True)
     assert f"{shell}_complete" in ended.stdout and ended.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"COMP_WORDS": b"tinyvllm run \xff", "COMP_CWORD": b"2"},
+        {"COMP_CWORD": b"1"},
+        {"COMP_WORDS": b"tinyvllm run '", "COMP_CWORD": b"1"},
+        {"COMP_WORDS": b"tinyvllm run ", "COMP_CWORD": b"x"},
+    ],
+)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_odd_words_are_no_fault_of_the_user(shell: str, words: dict[str, bytes]):
+    ours = {name: value for name, value in os.environb.items() if not name.startswith(b"COMP_")}
+    env = ours | {b"_TINYVLLM_COMPLETE": f"{shell}_complete".encode()} | {n.encode(): v for n, v in words.items()}
+    ended = subprocess.run(TINYVLLM, env=env, capture_output=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,15 @@ def test_whoever_reads_it_finds_a_whole_one(tmp_path: Path):
         seen.append(json.loads(path.read_bytes())["progress"]["done"])
     thread.join()
     assert seen == sorted(seen) and len(set(seen)) > 5 and not said
+
+
+def test_what_killed_runs_left_is_taken_away_and_nothing_else(tmp_path: Path):
+    path = tmp_path / "o[1].run.json"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = f"{path.name}.{ended.pid}.tmp"
+    others = {f"{path.name}.{os.getppid()}.tmp", f"{path.name}.x.tmp", "o1.run.json.1.tmp"}
+    for name in (left, *others):
+        (tmp_path / name).touch()
+    check_record_path(path, {})
+    assert {file.name for file in tmp_path.iterdir()} == others

@@ -124,10 +124,10 @@ FOREIGN = [
 def test_what_is_no_output_is_refused(text: str, before: int, end: str):
     """Whatever it ends with, and also behind whole answers: somebody has used the file for something else."""
     data = b"".join(EVERY_KIND[:before]) + f"{text}{end}".encode()
-    if not text and not end:
-        assert len(earlier(data).ids) == before, "nothing there at all"
+    if (not text and not end) or (text == "\0" and not end and before):
+        assert len(earlier(data).ids) == before, "nothing there, or what a crash leaves behind answers"
         return
-    with pytest.raises(UsageError, match=rf"out\.jsonl: line {before + 1} is no answer of a run") as caught:
+    with pytest.raises(UsageError, match=rf"out\.jsonl: line {before + 1} is ") as caught:
         earlier(data)
     assert "\n" not in str(caught.value)
 

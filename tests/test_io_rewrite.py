@@ -3,7 +3,7 @@
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def test_what_a_killed_rewrite_left_is_in_nobodys_way(out: Path):
     with opened(out) as writer:
         writer.replace(lines())
     (left,) = names
-    left.write_bytes(b"half a l")
+    left.write_bytes(b'{"custom_id":"half a l')
     out.write_bytes(TORN)
     with opened(out) as writer:
         begin(writer, 0)
@@ -214,3 +214,36 @@ def test_what_does_not_exist_yet_is_begun_and_is_no_litter_if_not(tmp_path: Path
         writer.begin()
         writer.write(NEW)
     assert path.read_bytes() == encode(NEW)
+
+
+def test_a_file_that_only_has_the_name_of_what_a_killed_run_leaves_stays(out: Path):
+    theirs = out.with_name("out.jsonl.resume.tmp")
+    theirs.write_bytes(b"mine")
+    with opened(out) as writer, pytest.raises(UsageError, match="out.jsonl.resume.tmp is needed"):
+        begin(writer, 1)
+    assert (theirs.read_bytes(), out.read_bytes()) == (b"mine", TORN)
+    theirs.write_bytes(b'{"custom_id":1,')
+    with opened(out) as writer:
+        begin(writer, 1)
+    assert not theirs.exists() and out.read_bytes() == LINES[0] + LINES[2]
+
+
+@pytest.mark.parametrize(
+    ("meddle", "said"),
+    [
+        (lambda path: path.unlink(), "moved, replaced or deleted"),
+        (lambda path: path.rename(path.with_name("moved")), "moved, replaced or deleted"),
+        (lambda path: path.with_name("new").rename(path), "moved, replaced or deleted"),
+        (lambda path: path.write_bytes(b""), "changed by another program"),
+        (lambda path: path.open("ab").write(b"x"), "changed by another program"),
+    ],
+)
+def test_what_others_do_to_an_output_is_noticed(out: Path, meddle: Callable[[Path], object], said: str):
+    out.with_name("new").write_bytes(TORN)
+    with opened(out) as writer:
+        begin(writer)
+        writer.write(NEW)
+        writer.check()
+        meddle(out)
+        with pytest.raises(TinyvllmError, match=said):
+            writer.check()

@@ -292,3 +292,25 @@ def test_what_people_often_have_in_the_place_of_a_table_is_named(
     (tmp_path / "in.jsonl").write_text('[\n{"stars": 3},\n{"stars": 2}]\n')
     assert run_here("run", tmp_path / "in.jsonl", "-m", tiny, "-t", "{{ stars }}", "--dry-run") == 3
     assert "makes lines of a whole array" in capfd.readouterr().err
+
+
+def test_a_table_of_very_many_columns_is_read_as_fast_as_one_of_few(tmp_path: Path, tiny: Path, capfd: Any):
+    (tmp_path / "in.csv").write_text(",".join(f"c{i}" for i in range(100_000)) + "\n")
+    assert run_here("run", tmp_path / "in.csv", "-m", tiny, "-t", "{{ zz }}") == 2
+    said = capfd.readouterr().err
+    assert "found c0, c1, " in said and len(said) < 1000
+
+
+def test_a_dry_run_refuses_the_context_that_the_run_refuses(table: Path, tiny: Path, capfd: Any):
+    for more in ((), ("--dry-run",)):
+        assert run_here("run", table, "-m", tiny, "-t", "{{ city }}", "--max-model-len", "4097", *more) == 2
+        assert "is more than the model's context, at most 4096" in capfd.readouterr().err
+
+
+def test_the_mark_of_utf8_at_the_start_of_a_template_is_no_part_of_it(table: Path, tmp_path: Path):
+    from tinyvllm_cli.io.settings import read_text_option
+
+    for name, content in (("t.txt", "{{ city }}"), ("t.json", '[{"role": "user", "content": "x"}]')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        option = read_text_option("--template", f"@{tmp_path / name}")
+        assert option is not None and option.text == content

@@ -153,6 +153,9 @@ class Zeros:
 class NoText:
     text, reasoning, stopped_by = "", None, None
 
+    def least_tokens(self, request: Request) -> int:
+        return 0
+
     def encode(self, request: Request) -> list[int]:
         return list(request.prompt_token_ids)
 

@@ -70,6 +70,7 @@ class Begun:
         (["--dtype", "bfloat16"], '--dtype was "auto" and is "bfloat16"; the dtype changed'),
         (["--kv-dtype", "fp8"], '--kv-dtype was "auto" and is "fp8"'),
         (["--truncate", "left"], '--truncate was not given and is "left"'),
+        (["--max-model-len", "64"], "--max-model-len was not given and is 64"),
     ],
 )
 def test_other_options_are_refused_with_the_reason(
@@ -189,6 +190,7 @@ def test_another_model_is_refused_and_a_copy_is_not(chat: Path, tmp_path: Path, 
         (b"\n", 1),
         (b'{"custom_id":0,"choices":[]}\nnotes', 2),
         (b'{"custom_id":0,"choices":[]}\n\n', 2),
+        (b'{"custom_id":0,"choices":[]}\n{"custom_id":1,"cho{"custom_id":1,"choices":[]}\n', 2),
     ],
 )
 def test_what_is_no_output_is_neither_resumed_nor_touched(
@@ -199,7 +201,8 @@ def test_what_is_no_output_is_neither_resumed_nor_touched(
     os.utime(out, (5, 5))
     no_weights(monkeypatch)
     code, _, err = said("run", source, "-m", tiny, "-o", out, "--resume")
-    assert code == 2 and f"out.jsonl: line {line} is no answer of a run" in err and err.count("\n") == 1
+    assert code == 2 and f"out.jsonl: line {line} is " in err and err.count("\n") == 1
+    assert line == 1 or f"take it away (sed -i {line}d keeps the rest)" in err
     assert out.read_bytes() == content and out.stat().st_mtime == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 

@@ -120,7 +120,7 @@ def test_an_empty_shard_is_an_empty_output_and_needs_no_model(
     out = tmp_path / "out.jsonl"
     command = ["run", tmp_path / "in.jsonl", "-m", "/no/model", "--shard", "2/3", "-o", out]
     code, _, err = said(*command)
-    assert code == 0 and out.read_bytes() == b"" and "no requests for the shard 2/3: nothing to do" in err
+    assert code == 0 and out.read_bytes() == b"" and "with --shard holds no requests: nothing to do" in err
     assert json.loads((tmp_path / "out.jsonl.run.json").read_text())["state"] == "finished"
     assert said(*command, "--resume")[0] == 0
 

@@ -41,6 +41,9 @@ class Silent:
 
 
 class SilentCodec:
+    def least_tokens(self, request: Request) -> int:
+        return 0
+
     def encode(self, request: Request) -> list[int]:
         return list(request.prompt_token_ids or ())
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import unicodedata
 
 import pytest
 from hypothesis import given
@@ -10,10 +11,10 @@ from hypothesis import strategies as st
 from tiny import BOS_ID, BYTE_OFFSET, SPECIAL_TOKENS, TOKENIZER_SIZE, byte_ids, make_tiny_model
 from tiny_gguf import write_gguf_twin
 from tokenizers import Tokenizer as CoreTokenizer
-from tokenizers import decoders, processors
+from tokenizers import decoders, normalizers, processors
 
 from tinyvllm_cli.errors import ModelError
-from tinyvllm_cli.text.tokenizer import load_tokenizer
+from tinyvllm_cli.text.tokenizer import Tokenizer, load_tokenizer
 
 BOS = SPECIAL_TOKENS[BOS_ID]
 
@@ -167,3 +168,18 @@ def test_a_folder_with_a_sentencepiece_file_only_is_told_what_is_wanted(folder):
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     with pytest.raises(ModelError, match=r"tokenizer\.model only.*save_pretrained"):
         load_tokenizer(folder)
+
+
+@given(text=st.text() | st.text("e\u0301 ab<s>", max_size=200))
+def test_no_text_has_fewer_tokens_than_is_said_before_it_is_tokenized(tokenizer, text):
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_bos=False))
+
+
+def test_a_text_that_a_normalizer_makes_shorter_is_not_taken_for_longer(folder):
+    core = CoreTokenizer.from_file(str(folder / "tokenizer.json"))
+    core.normalizer = normalizers.NFC()
+    made = Tokenizer(core)
+    text = "\u1f82" * 50  # one character each ...
+    apart = unicodedata.normalize("NFD", text)  # ... of four
+    assert len(apart) == 4 * len(text)
+    assert made.least_tokens(apart) <= len(made.encode(apart, add_bos=False))

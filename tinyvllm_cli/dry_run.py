@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tinyvllm_cli.backends.pool import wanted_length
 from tinyvllm_cli.engine.intake import take_prompt
 from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, RequestError
 from tinyvllm_cli.io.input import Input
@@ -33,7 +33,7 @@ def dry_run(options: RunOptions, settings: Mapping[str, Any], input: Input, syst
         options.model, revision=options.revision, system=system, report=display.say, progress=not options.quiet
     )
     with closing(model):
-        context = min(model.checkpoint.config.max_position, options.max_model_len or sys.maxsize)
+        context = wanted_length(model.checkpoint.config, options.engine_options(seed=options.seed))
         items = input.requests(options.defaults(settings, model.checkpoint), model.codec)
         return validate(items, model.codec, context, say=display.say)
 

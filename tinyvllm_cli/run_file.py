@@ -151,8 +151,8 @@ def _no_requests(run: _Checked) -> int:
             done=0, failed=0, total=0, prompt_tokens=0, completion_tokens=0, made_tokens=0, elapsed_s=0.0
         )
         RunRecord(run.record_path, run.facts, warn=warn).write("finished", nothing.as_json())
-    of = "" if run.options.shard is None else f" for the shard {run.options.shard}"
-    run.display.say(f"{run.input.source.name} holds no requests{of}: nothing to do")
+    scope = run.options.scope.removeprefix("this input")
+    run.display.say(f"{run.input.source.name}{scope} holds no requests: nothing to do")
     return EXIT_OK
 
 
@@ -320,6 +320,7 @@ def _run_recorded(job: Job, loaded: LoadedModel, record: RunRecord, run: _Checke
     record.write("running", job.progress().as_json())
     try:
         job.run()
+        run.writer.check()
     except OutputClosedError:
         end("stopped", say=False)
         raise

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Options of `run` on which answers depend.
 TELLING = (
-    "model", "revision", "dtype", "kv_dtype", "template", "raw", "truncate", "n", "max_tokens",
+    "model", "revision", "dtype", "kv_dtype", "max_model_len", "template", "raw", "truncate", "n", "max_tokens",
     "temperature", "stop", "seed", "set", "model_sampling",
 )  # fmt: skip
 
@@ -45,6 +45,7 @@ def answerer(prepared: Prepared, system: str | None, seed: int, date: datetime) 
         system=system,
         date=date.isoformat() if template is not None and template.asks_date else None,
         seed=seed,
+        context=prepared.config.max_model_len,
     )
 
 
@@ -55,7 +56,7 @@ def differences(record: Record | None, options: Mapping[str, Any], now: Answerer
     found = [
         f"{'--' + name.replace('_', '-') if len(name) > 1 else '-' + name} was {_said(before)} and is {_said(value)}"
         for name in TELLING
-        if (before := _option(record, name)) != (value := json.loads(json.dumps(options[name])))
+        if ((before := _option(record, name)) or None) != ((value := json.loads(json.dumps(options[name]))) or None)
     ]
     answers = record.get("answerer")
     answers = answers if isinstance(answers, Mapping) else asdict(now)

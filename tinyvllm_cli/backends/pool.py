@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
+from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, EngineOptions, ModelConfig
 from tinyvllm_cli.errors import UsageError
 
 MAX_BLOCKS = 2**31 // BLOCK_SIZE  # rows of the pool are counted in i32
 
 
-def wanted_length(config: ModelConfig, engine: EngineConfig) -> int:
+def wanted_length(config: ModelConfig, engine: EngineOptions) -> int:
     """Tokens of the longest sequence that is asked for. UsageError where it is more than the model's context."""
     wanted = engine.max_model_len or config.max_position
     if wanted > config.max_position:

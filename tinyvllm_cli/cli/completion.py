@@ -51,7 +51,10 @@ def complete(command: click.Command, instruction: str) -> int:
     """Answer a shell's question, or give it its function (bash_source); the exit code. UsageError for another one."""
     if instruction not in INSTRUCTIONS:
         raise click.UsageError(f"{VARIABLE} is {instruction!r}, wanted one of {', '.join(INSTRUCTIONS)}")
-    return shell_complete(command, {}, "tinyvllm", VARIABLE, instruction)
+    try:
+        return shell_complete(command, {}, "tinyvllm", VARIABLE, instruction)
+    except (KeyError, ValueError):  # words that are missing, no number or no text: there is nothing to offer
+        return 0
 
 
 def files(context: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:  # noqa: ARG001

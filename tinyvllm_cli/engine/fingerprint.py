@@ -14,7 +14,10 @@ DIGITS = 16  # hexadecimal: 64 bits
 
 @dataclass(frozen=True, slots=True)
 class Answerer:
-    """What answers, as far as the answers depend on it: not the backend, slots, memory or threads."""
+    """What answers, as far as the answers depend on it: not the backend, slots, memory or threads.
+
+    A context that memory limits is no part of it: it would tie a run to its machine.
+    """
 
     model: str  # digest (model/digest.py)
     dtype: str
@@ -22,6 +25,7 @@ class Answerer:
     system: str | None  # of the command
     date: str | None  # frozen; None where the chat template does not ask for it
     seed: int  # of the run
+    context: int | None = None  # --max-model-len, which may cut an answer; None: the model's, or what fits
 
 
 class Fingerprints:
@@ -32,7 +36,9 @@ class Fingerprints:
 
     def __init__(self, answerer: Answerer) -> None:
         self._run_seed = answerer.seed
-        shared = {name: value for name, value in asdict(answerer).items() if name != "seed"}
+        shared = {name: value for name, value in asdict(answerer).items() if name not in {"seed", "context"}}
+        if answerer.context is not None:
+            shared["context"] = answerer.context
         self._start = hashlib.sha256(canonical_json(shared))
 
     def of(self, request: Request) -> str:

@@ -26,11 +26,13 @@ def read_header(stream: BinaryIO, name: str) -> list[str]:
         header = _header(csv.reader(_texts(stream), strict=True))
     except csv.Error as error:
         raise UsageError(f"{name}: the header row is not CSV ({error}), wanted the names of the columns") from None
-    for i, column in enumerate(header):
+    seen: set[str] = set()
+    for column in header:
         if not _is_text(column):
             raise UsageError(f"{name}: the header row is not UTF-8, wanted UTF-8 text")
-        if column in header[:i]:
+        if column in seen:
             raise UsageError(f"{name}: the column {shown(column)} stands twice in the header row, wanted it once")
+        seen.add(column)
     return header
 
 

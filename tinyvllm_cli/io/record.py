@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -99,6 +100,7 @@ def _checked(path: Path, used: Mapping[str, os.stat_result]) -> Path:
             raise UsageError(f"the run record {path} is the {name} itself: give another name")
     if path.is_file() and not _is_record(path):
         raise UsageError(f"the run record {path} exists and is something else: give --record another name")
+    _sweep(path)
     if path.is_file() or not path.exists():
         _temporary(path).touch()  # the folder takes new files
         _temporary(path).unlink()
@@ -123,6 +125,25 @@ def _is_record(path: Path) -> bool:
 
 def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
+
+
+def _sweep(path: Path) -> None:
+    """Take away what runs left that were killed while they wrote this record: their processes are gone."""
+    for other in path.parent.iterdir():
+        found = re.fullmatch(rf"{re.escape(path.name)}\.([1-9][0-9]{{0,8}})\.tmp", other.name)
+        if found and not _alive(int(found[1])):
+            with suppress(OSError):
+                other.unlink()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 def _write_over(path: Path, text: bytes) -> bool:

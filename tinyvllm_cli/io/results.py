@@ -25,6 +25,8 @@ LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u0085\u
 Encode = Callable[[Completion], bytes]
 Existing = Literal["refuse", "overwrite", "resume"]  # what becomes of an output that holds something
 
+STARTS = (b'{"custom_id":', b'{"id":"batch_req_')  # of the lines that a run writes
+
 NO_STAMP = Stamp(model="", created=0)  # before there is a model
 
 
@@ -129,9 +131,11 @@ class ResultWriter:
         assert self._path is not None, "only a file is replaced"
         temporary = self._path.with_name(f"{self._path.name}.resume.tmp")
         try:
-            temporary.unlink(missing_ok=True)  # of a run that was killed just here: the output's lock is ours now
+            _remove_rest(temporary)
             fd = _write_file(temporary, lines, stat.S_IMODE(self.status.st_mode))
             temporary.replace(self._path)
+        except UsageError:
+            raise
         except BaseException as error:
             temporary.unlink(missing_ok=True)
             if not isinstance(error, OSError):
@@ -160,6 +164,21 @@ class ResultWriter:
         if self._end is not None:
             self._end = os.lseek(self._fd, 0, os.SEEK_CUR)
 
+    def check(self) -> None:
+        """TinyvllmError where the file is not what this run has written, or no longer where it was."""
+        if self._path is None:
+            return
+        try:
+            there = os.path.samestat(self._path.stat(), os.fstat(self._fd))
+        except OSError:
+            there = False
+        if not there:
+            raise TinyvllmError(f"{self.name} was moved, replaced or deleted while the run wrote to it")
+        if os.fstat(self._fd).st_size != self._end:
+            raise TinyvllmError(
+                f"{self.name} was changed by another program while the run wrote to it: see what it holds"
+            )
+
     def _cut_back(self) -> None:
         """A file on a full disk ends with its last whole line, unless somebody else's text follows."""
         if self._end is not None and os.lseek(self._fd, 0, os.SEEK_CUR) == os.fstat(self._fd).st_size:
@@ -181,6 +200,18 @@ class ResultWriter:
             self._path.unlink(missing_ok=True)
         if self._fd != STDOUT:
             os.close(self._fd)
+
+
+def _remove_rest(path: Path) -> None:
+    """Take away what a run left that was killed while it rewrote an output whose lock is now ours; nothing else."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(max(map(len, STARTS)))
+    except FileNotFoundError:
+        return
+    if start and not start.startswith(STARTS):
+        raise UsageError(f"{path} is needed to rewrite the output and is something else: move it away")
+    path.unlink()
 
 
 def _write_file(path: Path, lines: Iterable[bytes], mode: int) -> int:

@@ -17,11 +17,11 @@ from tinyvllm_cli.engine.fingerprint import Fingerprints
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.io.fields import shown
 from tinyvllm_cli.io.prompts import Item
+from tinyvllm_cli.io.results import STARTS
 from tinyvllm_cli.io.scan import id_hash
 from tinyvllm_cli.types import Completion, Request
 
 U64 = npt.NDArray[np.uint64]
-STARTS = (b'{"custom_id":', b'{"id":"batch_req_')  # of the lines that a run writes
 NO_FINGERPRINT = 0  # in the place of one; of 2^64 fingerprints one is this, and counts as none
 Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 
@@ -88,9 +88,9 @@ def read_earlier(stream: BinaryIO, name: str) -> Earlier:
     end = 0
     for number, line in enumerate(stream, start=1):
         try:
-            answer = _read_answer(line)
+            answer = _read_answer(line, first=number == 1)
         except ValueError:
-            raise _no_output(name, number) from None
+            raise _no_output(name, number, line) from None
         if answer is None:
             break
         end += len(line)
@@ -109,15 +109,18 @@ def read_earlier(stream: BinaryIO, name: str) -> Earlier:
     return earlier
 
 
-def _read_answer(line: bytes) -> _Answer | None:
+def _read_answer(line: bytes, *, first: bool) -> _Answer | None:
     """None for one that was not written to its end. ValueError where it is no answer."""
     torn = not line.endswith(b"\n")
+    line = line.rstrip(b"\0") if torn else line  # after a crash a file may end in zeros that were never written
+    if torn and not line and not first:
+        return None
     try:
         answer = _ANSWER.decode(line)
     except msgspec.ValidationError:  # what has been torn off can make nothing valid
         raise
     except (msgspec.DecodeError, RecursionError):
-        if torn and any(line.startswith(start[: len(line)]) for start in STARTS):
+        if torn and line and any(line.startswith(start[: len(line)]) for start in STARTS):
             return None
         raise ValueError from None
     if not answer.answers:
@@ -129,10 +132,19 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _no_output(name: str, number: int) -> UsageError:
+def _no_output(name: str, number: int, line: bytes) -> UsageError:
+    if number == 1 and line.strip():
+        return UsageError(
+            f"{name}: line 1 is no answer of a run, so there is nothing to resume: give the output of an interrupted "
+            "run, or another name"
+        )
+    found = "no answer of a run"
+    if not line.strip():
+        found = "blank"
+    elif line.startswith(STARTS):
+        found = "damaged or was not written to its end"
     return UsageError(
-        f"{name}: line {number} is no answer of a run, so there is nothing to resume: give the output of an "
-        "interrupted run, or another name"
+        f"{name}: line {number} is {found}, wanted an answer: take it away (sed -i {number}d keeps the rest)"
     )
 
 

@@ -98,7 +98,7 @@ def read_text_option(option: str, value: str | None) -> TextOption | None:
     name = value[1:]
     try:
         with Path(name).open("rb") as file:
-            text = file.read().decode().removesuffix("\n").removesuffix("\r")
+            text = file.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
             return TextOption(text, name, os.fstat(file.fileno()))
     except OSError as error:
         raise UsageError(f"{option}: cannot read {name}: {error.strerror}") from None

@@ -201,6 +201,7 @@ def _environment(now: datetime) -> Environment:
         optimized=False,
         finalize=as_it_is,
     )
+    del environment.filters["random"], environment.globals["lipsum"]  # the same line gives the same prompt
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = now.strftime

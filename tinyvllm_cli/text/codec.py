@@ -62,6 +62,11 @@ class TextCodec:
         self._check_ids(request.prompt_field, ids)
         return ids
 
+    def least_tokens(self, request: Request) -> int:
+        """The prompt has no fewer; encode() tells how many."""
+        texts = [request.prompt or "", *(message.content for message in request.messages or ())]
+        return sum(map(self.tokenizer.least_tokens, texts)) + len(request.prompt_token_ids or ())
+
     def is_plain(self, request: Request) -> bool:
         """The prompt is given to the model as it is: nothing of a chat template stands around it."""
         return request.messages is None and (

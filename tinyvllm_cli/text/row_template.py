@@ -13,6 +13,7 @@ from tinyvllm_cli.text.chat_template import MAX_CHARS
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
+SHOWN = 20  # columns in a message
 ROW = "row"  # all columns by their names, for those that are no name in Jinja: row["first name"]
 
 Truncate = Callable[[str, int], str]
@@ -79,14 +80,18 @@ class RowTemplate:
 def no_column(what: str, name: str, columns: Sequence[str]) -> str:
     """The fault of a column that `what` asks for and the row or the header lacks."""
     nearest = difflib.get_close_matches(name, columns, 1)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"found {', '.join(columns) or 'no columns'}"
+    hint = f"did you mean {nearest[0]}?" if nearest else f"found {_listed(columns) or 'no columns'}"
     if len(columns) == 1 and any(char in columns[0] for char in ";\t|"):
         hint += "; columns are separated by commas"
     return f"{what} asks for the column {name}, which is not there: {hint}"
 
 
+def _listed(columns: Sequence[str]) -> str:
+    return ", ".join([*columns[:SHOWN], *(["..."] if len(columns) > SHOWN else [])])
+
+
 def _environment(truncate: Truncate | None) -> Environment:
-    from jinja2 import StrictUndefined, pass_context
+    from jinja2 import StrictUndefined, Undefined, pass_context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def truncate_tokens(value: Any, count: Any) -> str:
@@ -96,13 +101,20 @@ def _environment(truncate: Truncate | None) -> Environment:
         return truncate(str(value), count)
 
     @pass_context
-    def as_it_is(_context: object, value: object) -> object:
+    def only_values(_context: object, value: object) -> object:
+        if not isinstance(value, str | int | float | list | tuple | dict | Undefined | None):
+            wanted = "a value: is there a () missing, or a column to be written as row[...]?"
+            raise RequestError("template_error", f"the template writes a {type(value).__name__}, wanted {wanted}")
         return value
 
+    class Sandbox(ImmutableSandboxedEnvironment):
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            """row.items is the column of this name, and a dict's method only where there is none."""
+            return obj[attribute] if isinstance(obj, dict) and attribute in obj else super().getattr(obj, attribute)
+
     # optimized, finalize: nothing is computed while the template compiles, where no bound holds (chat_template.py).
-    environment = ImmutableSandboxedEnvironment(
-        undefined=StrictUndefined, keep_trailing_newline=True, optimized=False, finalize=as_it_is
-    )
+    environment = Sandbox(undefined=StrictUndefined, keep_trailing_newline=True, optimized=False, finalize=only_values)
+    del environment.filters["random"], environment.globals["lipsum"]  # the same row makes the same prompt
     environment.filters["truncate_tokens"] = truncate_tokens
     return environment
 

@@ -45,6 +45,13 @@ class Tokenizer:
         self.adds_bos = adds_bos
         self.size = max(core.get_vocab().values(), default=-1) + 1 if size is None else size
         self.token_bytes = TokenBytes(core, name)
+        longest = max(map(len, core.get_vocab()), default=1)  # characters; of a byte-level token, one for each byte
+        # A normalizer may shorten a text: NFC makes one character of up to four.
+        self._chars_per_token = longest if core.normalizer is None else 4 * longest
+
+    def least_tokens(self, text: str) -> int:
+        """No text of so many characters has fewer tokens: known at once, where to tokenize takes long."""
+        return len(text) // self._chars_per_token
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """The ids of a text; control words in it become control ids.
