@@ -5,6 +5,7 @@ TINYVLLM_NO_MODEL_TESTS=1 deselects `model`; TINYVLLM_TEST_CUDA12=1 selects `cud
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,6 +17,11 @@ from hypothesis import settings
 from tiny import make_tiny_model
 
 from tinyvllm_cli.config import DEFAULT_MODEL
+
+# Started in the background of a script, or by nohup, this process ignores them, and so would all that it starts.
+for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(signum) is signal.SIG_IGN:
+        signal.signal(signum, signal.default_int_handler)
 
 if TYPE_CHECKING:
     from emulated_cuda import Runtime

@@ -219,7 +219,7 @@ def test_what_does_not_exist_yet_is_begun_and_is_no_litter_if_not(tmp_path: Path
 def test_a_file_that_only_has_the_name_of_what_a_killed_run_leaves_stays(out: Path):
     theirs = out.with_name("out.jsonl.resume.tmp")
     theirs.write_bytes(b"mine")
-    with opened(out) as writer, pytest.raises(UsageError, match="out.jsonl.resume.tmp is needed"):
+    with opened(out) as writer, pytest.raises(UsageError, match=r"out\.jsonl\.resume\.tmp is needed"):
         begin(writer, 1)
     assert (theirs.read_bytes(), out.read_bytes()) == (b"mine", TORN)
     theirs.write_bytes(b'{"custom_id":1,')
