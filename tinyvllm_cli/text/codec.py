@@ -64,8 +64,10 @@ class TextCodec:
 
     def least_tokens(self, request: Request) -> int:
         """The prompt has no fewer; encode() tells how many."""
-        texts = [request.prompt or "", *(message.content for message in request.messages or ())]
-        return sum(map(self.tokenizer.least_tokens, texts)) + len(request.prompt_token_ids or ())
+        texts = [message.content for message in request.messages or ()]
+        if request.prompt is not None:
+            texts.append(request.prompt)
+        return sum(self.tokenizer.least_tokens(text) for text in texts) + len(request.prompt_token_ids or ())
 
     def is_plain(self, request: Request) -> bool:
         """The prompt is given to the model as it is: nothing of a chat template stands around it."""
