@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.text.chat_template import ChatTemplate, absent_characters
-from tinyvllm_cli.text.tokenizer import Tokenizer, well_formed
+from tinyvllm_cli.text.tokenizer import Tokenizer, well_formed, without_added_tokens
 from tinyvllm_cli.types import Message
 
 if TYPE_CHECKING:
@@ -127,14 +127,9 @@ class ControlWords:
         Returns it, the alias of each control word, and the ids of the added tokens by what it calls them.
         """
         from tokenizers import AddedToken
-        from tokenizers import Tokenizer as Core
 
         own = self._tokenizer.core
-        core = Core(own.model)  # shares the vocabulary
-        if own.normalizer is not None:
-            core.normalizer = own.normalizer
-        if own.pre_tokenizer is not None:
-            core.pre_tokenizer = own.pre_tokenizer
+        core = without_added_tokens(own)
         nonce = secrets.token_hex(16)
         aliases, ids, added = {}, {}, []
         for id, token in sorted(own.get_added_tokens_decoder().items()):

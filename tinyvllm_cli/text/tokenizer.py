@@ -43,9 +43,10 @@ class Tokenizer:
         self.bos_token_id = None if bos_token is None else core.token_to_id(bos_token)
         self.eos_token_id = None if eos_token is None else core.token_to_id(eos_token)
         self.adds_bos = adds_bos
-        self.size = max(core.get_vocab().values(), default=-1) + 1 if size is None else size
+        vocab = core.get_vocab()
+        self.size = max(vocab.values(), default=-1) + 1 if size is None else size
         self.token_bytes = TokenBytes(core, name)
-        longest = max(map(len, core.get_vocab()), default=1)  # characters; of a byte-level token, one for each byte
+        longest = max(map(len, vocab), default=1)  # characters; of a byte-level token, one for each byte
         # A normalizer may shorten a text: NFC makes one character of up to four.
         self._chars_per_token = longest if core.normalizer is None else 4 * longest
 
@@ -67,6 +68,18 @@ class Tokenizer:
         """The text of ids that start a text: the space that the tokenizer put before it is taken away again."""
         text = b"".join(self.token_bytes(id, skip_special=skip_special) for id in ids).decode(errors="replace")
         return text.removeprefix(" ") if self.token_bytes.drops_first_space else text
+
+
+def without_added_tokens(core: CoreTokenizer) -> CoreTokenizer:
+    """What splits texts into ids and knows no control words; the vocabulary is shared."""
+    from tokenizers import Tokenizer as Core
+
+    bare = Core(core.model)
+    if core.normalizer is not None:
+        bare.normalizer = core.normalizer
+    if core.pre_tokenizer is not None:
+        bare.pre_tokenizer = core.pre_tokenizer
+    return bare
 
 
 def well_formed(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from tinyvllm_cli.text.tokenizer import Tokenizer, well_formed
+from tinyvllm_cli.text.tokenizer import Tokenizer, well_formed, without_added_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as CoreTokenizer
@@ -37,13 +37,7 @@ class TokenCutter:
     @cached_property
     def _plain(self) -> CoreTokenizer:
         """The tokenizer without its control words."""
-        from tokenizers import Tokenizer as Core
-
         own = self._tokenizer.core
-        core = Core(own.model)  # shares the vocabulary
-        if own.normalizer is not None:
-            core.normalizer = own.normalizer
-        if own.pre_tokenizer is not None:
-            core.pre_tokenizer = own.pre_tokenizer
+        core = without_added_tokens(own)
         core.add_tokens([token for _, token in sorted(own.get_added_tokens_decoder().items()) if not token.special])
         return core
