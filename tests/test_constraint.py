@@ -1,0 +1,94 @@
+"""Laws of reading the form of an answer from the fields of a line."""
+
+import itertools
+import json
+
+import pytest
+
+from tinyvllm_cli.errors import RequestError
+from tinyvllm_cli.text.constraint import Constraint, read_constraint
+
+SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "string"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
+FIELDS = {
+    "json_schema": SCHEMA,
+    "regex": "[a-z]+",
+    "grammar": 'start: "a"',
+    "choice": ["yes", "no"],
+    "response_format": FORMAT,
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_is_a_constraint_with_its_name(name):
+    constraint = read_constraint({name: FIELDS[name], "temperature": 1.0})
+    assert constraint.field == name
+    assert constraint.kind == ("json_schema" if name == "response_format" else name)
+    source = SCHEMA if name == "response_format" else FIELDS[name]
+    assert (source if isinstance(source, str) else json.dumps(source)) == (
+        constraint.source if isinstance(source, str) else json.dumps(json.loads(constraint.source))
+    )
+
+
+def test_a_line_without_one_has_none():
+    assert read_constraint({}) is None
+    assert read_constraint({"prompt": "hi", "regex": None}) is None
+    assert read_constraint({"response_format": {"type": "text"}, "regex": "a"}).kind == "regex"
+
+
+def test_equal_demands_are_one_key_however_they_are_put():
+    own, theirs = read_constraint({"json_schema": SCHEMA}), read_constraint({"response_format": FORMAT})
+    assert own == theirs
+    assert len({own, theirs}) == 1
+    assert read_constraint({"response_format": {"type": "json_object"}}) == read_constraint(
+        {"json_schema": {"type": "object"}}
+    )
+    turned = {"type": "object", "properties": dict(reversed(SCHEMA["properties"].items()))}
+    assert read_constraint({"json_schema": turned}) != own, "the order of names is that of the answer"
+    assert Constraint("regex", "a", "regex") != Constraint("grammar", "a", "grammar")
+
+
+@pytest.mark.parametrize("one, other", list(itertools.combinations(FIELDS, 2)))
+def test_two_at_once_are_refused_by_their_names(one, other):
+    with pytest.raises(RequestError, match=f"{other} is given beside {one}") as raised:
+        read_constraint({other: FIELDS[other], one: FIELDS[one]})
+    assert (raised.value.type, raised.value.field) == ("invalid_value", other)
+
+
+@pytest.mark.parametrize(
+    "name, value, found",
+    [
+        ("json_schema", [SCHEMA], '[{"type"'),
+        ("json_schema", json.dumps(SCHEMA), '"{'),
+        ("json_schema", 5, "5"),
+        ("json_schema", {"minimum": float("inf")}, "Infinity"),
+        ("json_schema", {"const": "\ud800"}, "surrogate"),
+        ("regex", "", '""'),
+        ("regex", ["a"], '["a"]'),
+        ("regex", "\udfff", "surrogate"),
+        ("grammar", {"start": "a"}, '{"start"'),
+        ("grammar", "", '""'),
+        ("choice", [], "[]"),
+        ("choice", "yes", '"yes"'),
+        ("choice", ["a", 1], '["a", 1]'),
+        ("choice", ["a", "b", "a"], '"a" twice'),
+        ("choice", {"a": 1}, '{"a": 1}'),
+        ("response_format", "json_object", '"json_object"'),
+        ("response_format", {}, "null"),
+        ("response_format", {"type": "xml"}, '"xml"'),
+        ("response_format", {"type": "json_object", "schema": {}}, '"schema"'),
+        ("response_format", {"type": "text", "json_schema": {}}, '"json_schema"'),
+        ("response_format", {"type": "json_schema"}, "missing"),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}, '{"name": "x"}'),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {}, "strictly": True}}, '"strictly"'),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": []}}, "[]"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_name_what_was_found_and_what_is_wanted(name, value, found):
+    with pytest.raises(RequestError) as raised:
+        read_constraint({name: value})
+    assert (raised.value.type, raised.value.field) == ("invalid_value", name)
+    assert raised.value.message.startswith(name)
+    assert found in raised.value.message
+    assert ", wanted " in raised.value.message
+    assert "\n" not in raised.value.message

@@ -1,0 +1,262 @@
+"""Constraints compiled by llguidance: which tokens an answer may go on with, for many answers at a time."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tinyvllm_cli.errors import RequestError
+from tinyvllm_cli.text.constraint import Constraint
+from tinyvllm_cli.text.lark_check import prepare_grammar
+from tinyvllm_cli.text.patterns import choice_pattern, refuse_pattern
+from tinyvllm_cli.text.schema_check import SchemaError, prepare_schema
+from tinyvllm_cli.text.tokenizer import Tokenizer
+from tinyvllm_cli.types import U32
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer as CoreTokenizer
+
+KEPT = 256  # compiled constraints; one takes some 100 KB, more the more of its states answers have been in
+REASON_CHARS = 200
+
+
+class Grammars:
+    """The constraints of one model's answers.
+
+    eos_token_ids: each is allowed where an answer may end, and nowhere else. vocab_size: the model's, the bits of a
+    mask. Ids past the tokenizer's and control words are in no mask. threads: of fill(). Not thread-safe.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Collection[int], vocab_size: int, threads: int = 1) -> None:
+        from llguidance import LLExecutor
+
+        self.words = -(-vocab_size // 32)  # of a mask
+        self._threads = threads
+        self._executor = LLExecutor(num_threads=threads)
+        eos = sorted(id for id in eos_token_ids if 0 <= id < min(tokenizer.size, vocab_size))
+        # llguidance must have one: without any, the last id stands in for it, and the masks are without this id.
+        self._tokens = _library_tokenizer(tokenizer, eos or [tokenizer.size - 1], vocab_size)
+        self._find_allowed = partial(_allowed, tokenizer, eos, vocab_size)
+        self._library_words = -(-self._tokens.vocab_size // 32)
+        self._fits = self._library_words == self.words and tokenizer.size <= vocab_size and bool(eos)
+        self._compiled: OrderedDict[Constraint, _Compiled | str] = OrderedDict()  # or why it cannot be
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """For a fresh answer. RequestError invalid_schema where the constraint is wrong, or not supported."""
+        compiled = self._compiled.pop(constraint, None)
+        if compiled is None:
+            compiled = self._compile(constraint)
+        self._compiled[constraint] = compiled
+        if len(self._compiled) > KEPT:
+            self._compiled.popitem(last=False)
+        if isinstance(compiled, str):
+            raise RequestError("invalid_schema", f"{constraint.field} {compiled}", constraint.field)
+        return Matcher(self, constraint, compiled)
+
+    def fill(self, matchers: Sequence[Matcher], bits: U32) -> dict[int, RequestError]:
+        """Which ids may come next, of unfinished answers that differ: bit id % 32 of word id / 32 of row i says it
+        for matchers[i]. bits: [at least len(matchers), words], rows in one piece of memory; further ones stay.
+
+        Returns the error invalid_schema of each answer that cannot go on, by its row, in which all bits are 0.
+        """
+        if bits.shape[1:] != (self.words,) or len(bits) < len(matchers) or not bits.flags.c_contiguous:
+            raise ValueError(f"bits are {bits.shape}, wanted at least {len(matchers)} whole rows of {self.words} words")
+        rows = bits[: len(matchers)]
+        target = rows if self._fits else np.zeros((len(rows), self._library_words), np.uint32)
+        if matchers:  # the library takes none for a mistake
+            self._compute(list(enumerate(matchers)), target)
+        errors = {}
+        for i, matcher in enumerate(matchers):
+            if matcher.is_broken():
+                try:
+                    matcher.revive()
+                    self._compute([(i, matcher)], target)
+                    matcher.refuse_broken()
+                except RequestError as error:
+                    errors[i] = error
+                    target[i] = 0
+        if not self._fits:
+            rows[:] = target[:, : self.words] & self._allowed
+        elif loose := [i for i, matcher in enumerate(matchers) if matcher.constraint.kind == "grammar"]:
+            rows[loose] &= self._allowed  # "anything but" of a grammar has control words too
+        return errors
+
+    @cached_property
+    def _allowed(self) -> U32:
+        """The ids that any answer may have, as a mask."""
+        return self._find_allowed()
+
+    def _compute(self, matchers: Iterable[tuple[int, Matcher]], target: U32) -> None:
+        """Those of one lane lie together, for one thread: they share a lock."""
+        pairs = [(matcher.core, i) for i, matcher in sorted(matchers, key=lambda pair: pair[1].lane)]
+        self._executor.unsafe_compute_mask_ptr(pairs, target.ctypes.data, 4 * self._library_words, len(target))
+
+    def _compile(self, constraint: Constraint) -> _Compiled | str:
+        try:
+            compiled = _Compiled(self._tokens, _library_grammar(constraint), self._threads)
+            compiled.check()
+        except SchemaError as error:
+            return str(error)
+        return compiled
+
+
+class _Compiled:
+    """A constraint as llguidance holds it: once for each lane, since copies of one share a lock and what they find."""
+
+    def __init__(self, tokens: LLTokenizer, grammar: str, lanes: int) -> None:
+        self._tokens = tokens
+        self._grammar = grammar
+        self._bases: list[LLMatcher | None] = [None] * lanes
+        self._next = 0
+
+    def next_lane(self) -> int:
+        lane = self._next
+        self._next = (lane + 1) % len(self._bases)
+        return lane
+
+    def copy(self, lane: int, *, fresh: bool = False) -> LLMatcher:
+        """At the start of an answer. fresh: that finds all anew."""
+        from llguidance import LLMatcher
+
+        base = self._bases[lane]
+        if base is None or fresh:
+            base = self._bases[lane] = LLMatcher(self._tokens, self._grammar, log_level=0)
+        return base.deep_copy()
+
+    def check(self) -> None:
+        """SchemaError where it is wrong, or where there is no answer that it allows."""
+        core = self.copy(0)
+        if core.is_error():
+            raise SchemaError(_refusal(_reason(core.get_error())))
+        core.compute_bitmask()  # shows what cannot begin
+        if core.is_error():
+            raise SchemaError("allows no answer")
+
+
+class Matcher:
+    """One answer's place in its constraint. grammars.fill() gives its masks; Grammars.matcher() makes it."""
+
+    def __init__(self, grammars: Grammars, constraint: Constraint, compiled: _Compiled) -> None:
+        self.constraint = constraint
+        self.lane = compiled.next_lane()
+        self.core = compiled.copy(self.lane)
+        self._grammars = grammars
+        self._compiled = compiled
+        self._token_ids: list[int] = []
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but EOS can follow, or EOS came."""
+        return self.core.is_stopped() and not self.is_broken()
+
+    def fill(self, row: U32) -> None:
+        """The mask of this answer alone, row: [words]. RequestError invalid_schema where it cannot go on."""
+        for error in self._grammars.fill([self], row[None]).values():
+            raise error
+
+    def advance(self, token_id: int) -> None:
+        """The answer goes on with an id that its mask has. RequestError invalid_schema for another."""
+        self._token_ids.append(token_id)
+        if not self.core.consume_token(token_id) or self.is_broken():  # one in error takes EOS
+            self.revive()
+
+    def forced(self) -> list[int]:
+        """The ids that follow with no choice: of each, the mask in its place has this bit alone. EOS is none."""
+        return [] if self.core.is_stopped() else self.core.compute_ff_tokens()
+
+    def is_broken(self) -> bool:
+        """In error: llguidance then allows EOS, as if the answer were whole."""
+        return self.core.is_error()
+
+    def revive(self) -> None:
+        """Begin anew, and come back to this place: what copies of one base share has a limit, and whether an answer
+        can be must not depend on the answers before it. RequestError as refuse_broken().
+        """
+        self.core = self._compiled.copy(self.lane, fresh=True)
+        self.core.consume_tokens(self._token_ids)
+        self.refuse_broken()
+
+    def refuse_broken(self) -> None:
+        """RequestError invalid_schema where the answer cannot go on."""
+        if self.is_broken():
+            name = self.constraint.field
+            reason = _reason(self.core.get_error()) or "nothing is allowed there"
+            message = f"{name} cannot be followed after {len(self._token_ids)} tokens ({reason})"
+            raise RequestError("invalid_schema", message, name)
+
+
+def _library_grammar(constraint: Constraint) -> str:
+    from llguidance import LLMatcher, regex_to_lark
+
+    source = constraint.source
+    if constraint.kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(json.dumps(prepare_schema(json.loads(source))))
+    if constraint.kind == "grammar":
+        return LLMatcher.grammar_from_lark(prepare_grammar(source))
+    if constraint.kind == "choice":
+        return LLMatcher.grammar_from_regex(choice_pattern(json.loads(source)))
+    if reason := refuse_pattern(source):
+        raise SchemaError(f"is {source!r}, {reason}")
+    # \d and \w as in the patterns of JSON schemas, which are ECMAScript's: ASCII
+    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(source, 'dw')}/")
+
+
+def _reason(error: str) -> str:
+    """The one line of llguidance's message that says what is wrong."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "".join(lines[:1]))
+    return told if len(told) <= REASON_CHARS else told[: REASON_CHARS - 3] + "..."
+
+
+def _refusal(reason: str) -> str:
+    """Why a constraint is not compiled, as the rest of a sentence that begins with the name of the field."""
+    if reason.startswith("oneOf"):
+        return "has oneOf of schemas which neither types nor a constant that each requires tell apart, wanted anyOf"
+    nothing = "Unsatisfiable schema: "
+    if reason.startswith(nothing):
+        return f"allows no answer: {reason.removeprefix(nothing)}"
+    return f"is not supported, or wrong: {reason}"
+
+
+def _allowed(tokenizer: Tokenizer, eos: Collection[int], vocab_size: int) -> U32:
+    """As a mask, the ids of text and EOS."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    for id in range(min(tokenizer.size, vocab_size)):
+        bits[id] = bool(tokenizer.token_bytes(id))
+    if not eos and tokenizer.size <= vocab_size:
+        bits[tokenizer.size - 1] = 0
+    bits[list(eos)] = 1
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _library_tokenizer(tokenizer: Tokenizer, eos: list[int], vocab_size: int) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    size = max(tokenizer.size, vocab_size)
+    return LLTokenizer(_without_names(tokenizer.core), n_vocab=size, eos_token=eos)
+
+
+def _without_names(core: CoreTokenizer) -> str:
+    """The tokenizer as JSON, with names for its control words that no text has: spelt in an answer they are text."""
+    state = json.loads(core.to_str())
+    nonce = secrets.token_hex(16)
+    names = {token["content"]: f"<|{nonce}.{token['id']}|>" for token in state["added_tokens"] if token["special"]}
+    for token in state["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = state["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(piece, piece): id for piece, id in vocab.items()}
+    else:  # Unigram
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    state["post_processor"] = None  # it names them too, and only adds them
+    return json.dumps(state)

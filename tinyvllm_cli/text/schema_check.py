@@ -1,0 +1,273 @@
+"""JSON schemas (draft 2020-12) before they are compiled: what would not be enforced is refused by its name.
+
+What llguidance 1.9 does not know as a keyword it ignores, and a few things it reads otherwise than a validator does;
+so here stands a list of what it is known to enforce (tests/test_schema_check.py holds it against `jsonschema`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from tinyvllm_cli.text.patterns import EXACT_FORMATS, refuse_pattern
+
+# How JSON is written. An escape \\uXXXX could spell the name of a property in a way that its schema is not looked at.
+JSON_STYLE = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+EXACT = 2**53  # bounds are compared as float64
+
+# They describe, or order definitions, and allow or forbid nothing.
+ANNOTATIONS = frozenset({
+    "$comment", "$schema", "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated",
+    "description", "discriminator", "example", "examples", "externalDocs", "readOnly", "title", "writeOnly",
+})  # fmt: skip
+PLAIN = frozenset({
+    "$anchor", "$ref", "const", "enum", "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "pattern",
+    "required", "type", "exclusiveMaximum", "exclusiveMinimum", "format", "maximum", "minProperties", "minimum",
+    "multipleOf",
+})  # fmt: skip
+WITH_SCHEMA = frozenset({"additionalProperties", "items"})
+WITH_LIST = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+WITH_NAMES = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+KNOWN = ANNOTATIONS | PLAIN | WITH_SCHEMA | WITH_LIST | WITH_NAMES
+# Keywords of the drafts, so that a wrong guess of a misspelt one is not made for them.
+UNENFORCED = frozenset({
+    "$dynamicAnchor", "$dynamicRef", "$id", "$recursiveAnchor", "$recursiveRef", "$vocabulary", "additionalItems",
+    "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains",
+    "not", "nullable", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+})  # fmt: skip
+INSTEAD = {
+    "additionalItems": "prefixItems with items",
+    "nullable": 'a type like ["string", "null"]',
+    "dependencies": "anyOf",
+    "dependentRequired": "anyOf",
+}
+
+
+class SchemaError(Exception):
+    """Why a constraint cannot be had, as the rest of a sentence that begins with the name of the field."""
+
+
+def prepare_schema(schema: Any) -> dict[str, Any]:
+    """The schema as llguidance is to read it, with the way its JSON is written.
+
+    Annotations are left out, and what it does not take although it could is put otherwise. SchemaError for a schema
+    that says what would not be enforced.
+    """
+    if schema is False:
+        raise SchemaError("is false, which no value fulfils")
+    root = {} if schema is True else schema
+    if isinstance(root, dict):
+        root = {key: value for key, value in root.items() if key != "$id"}  # a name for a whole, which nothing needs
+    walk = _Walk(root)
+    read = walk.schema(root, "#")
+    walk.refuse_lost()
+    return {"x-guidance": JSON_STYLE, **read}
+
+
+class _Walk:
+    """One pass over a schema; `at` is where in it, as a JSON pointer."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._places: set[str] = set()
+        self._references: dict[str, str] = {}  # each, and where it stands
+
+    def refuse_lost(self) -> None:
+        """SchemaError for a reference to what is no schema, of which llguidance would make one that allows all."""
+        for reference, at in self._references.items():
+            if reference.startswith("#/") and unquote(reference) not in self._places:
+                raise SchemaError(f"has $ref {_shown(reference)} at {at}, which is no place of a schema in it")
+
+    def schema(self, value: Any, at: str) -> Any:
+        if isinstance(value, bool):
+            self._places.add(at)
+            return value
+        if not isinstance(value, dict):
+            hint = " (a list of schemas is prefixItems)" if isinstance(value, list) else ""
+            raise SchemaError(f"has {_shown(value)} at {at}, wanted a schema{hint}")
+        for key in value:
+            _refuse_unknown(key, value[key], at)
+        for check in CHECKS:
+            check(value, at)
+        self._places.add(at)
+        if "$ref" in value:
+            self._references.setdefault(value["$ref"], at)
+        read = {key: self._read(key, value[key], f"{at}/{key}") for key in value if key in KNOWN - ANNOTATIONS}
+        if "oneOf" in read and self._exclusive(value["oneOf"]):
+            read = {"anyOf" if key == "oneOf" and "anyOf" not in read else key: read[key] for key in read}
+        if pattern := EXACT_FORMATS.get(read.get("format", "")):
+            read["allOf"] = [*read.get("allOf", []), {"pattern": pattern}]
+        return read
+
+    def _read(self, key: str, value: Any, at: str) -> Any:
+        if key in WITH_SCHEMA:
+            return self.schema(value, at)
+        if key in WITH_LIST:
+            if not isinstance(value, list) or not value:
+                raise SchemaError(f"has {_shown(value)} at {at}, wanted a list of schemas, not empty")
+            return [self.schema(item, f"{at}/{i}") for i, item in enumerate(value)]
+        if key in WITH_NAMES:
+            if not isinstance(value, dict):
+                raise SchemaError(f"has {_shown(value)} at {at}, wanted an object of schemas")
+            return {name: self.schema(item, f"{at}/{_escaped(name)}") for name, item in value.items()}
+        return value
+
+    def _exclusive(self, options: list[Any]) -> bool:
+        """Whether no value can fulfil two of them: then oneOf is anyOf. llguidance sees this but not through $ref."""
+        resolved = [self._resolve(option) for option in options]
+        return all(self._apart(one, other) for i, one in enumerate(resolved) for other in resolved[:i])
+
+    def _apart(self, one: Any, other: Any) -> bool:
+        """Whether types tell two schemas apart, or the texts that a property which both require may have."""
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return False
+        types, other_types = _types(one), _types(other)
+        if not types & other_types:
+            return True
+        if types != {"object"} or other_types != {"object"}:
+            return False
+        names = _names(one.get("required")) & _names(other.get("required"))
+        texts = [(self._texts(one, name), self._texts(other, name)) for name in names]
+        return any(mine and theirs and not mine & theirs for mine, theirs in texts)
+
+    def _texts(self, schema: dict[str, Any], name: str) -> set[str]:
+        """The texts that a property is limited to; empty where it is not, or not to texts."""
+        properties = schema.get("properties")
+        inner = self._resolve(properties.get(name)) if isinstance(properties, dict) else None
+        if not isinstance(inner, dict):
+            return set()
+        return _names([inner["const"]] if "const" in inner else inner.get("enum"))
+
+    def _resolve(self, schema: Any) -> Any:
+        """What a schema that is a $ref alone stands for."""
+        for _ in range(100):  # a ring of them ends too
+            if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
+                break
+            schema = _point(self._root, schema["$ref"])
+        return schema
+
+
+def _point(root: Any, reference: Any) -> Any:
+    """What a reference of the form #/a/b (RFC 6901) points at; None where that is nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    value = root
+    for part in unquote(reference[2:]).split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, dict) and name in value:
+            value = value[name]
+        else:
+            return None
+    return value
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """The types that values may have; an integer is a number too."""
+    given = schema.get("type")
+    types = {given} if isinstance(given, str) else _names(given) or set(TYPES)
+    return types | {"integer"} if "number" in types else types
+
+
+def _names(value: Any) -> set[str]:
+    """The texts of a list of texts; empty for all else."""
+    return set(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else set()
+
+
+def _escaped(name: str) -> str:
+    """As a part of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _refuse_unknown(key: str, value: Any, at: str) -> None:
+    if key in KNOWN or (key == "uniqueItems" and value is False):
+        return
+    if key in UNENFORCED:
+        raise SchemaError(
+            f"has {key} at {at}, which is not supported, wanted {INSTEAD.get(key, 'a schema without it')}"
+        )
+    nearest = next(iter(difflib.get_close_matches(key, KNOWN, 1)), None)
+    raise SchemaError(
+        f"has the unknown keyword {_shown(key)} at {at}" + (f", did you mean {nearest}?" if nearest else "")
+    )
+
+
+def _check_reference(schema: Mapping[str, Any], at: str) -> None:
+    reference = schema.get("$ref", "#")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        raise SchemaError(f"has $ref {_shown(reference)} at {at}, wanted one into the schema itself, like #/$defs/NAME")
+
+
+def _check_types(schema: Mapping[str, Any], at: str) -> None:
+    given = schema.get("type", [])
+    for name in given if isinstance(given, list) else [given]:
+        if name not in TYPES:
+            raise SchemaError(f"has type {_shown(name)} at {at}, wanted {', '.join(TYPES)}")
+
+
+def _check_numbers(schema: Mapping[str, Any], at: str) -> None:
+    for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        value = schema.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SchemaError(f"has {key} {_shown(value)} at {at}, wanted a number")
+        if abs(value) > EXACT:
+            raise SchemaError(f"has {key} {_shown(value)} at {at}, wanted a number from -2^53 to 2^53")
+    if schema.get("multipleOf", 1) <= 0:
+        raise SchemaError(f"has multipleOf {_shown(schema['multipleOf'])} at {at}, wanted a number above 0")
+    _check_open_end(schema, at)
+
+
+def _check_open_end(schema: Mapping[str, Any], at: str) -> None:
+    """Of a range between a whole number and a neighbour's fractions llguidance 1.9 lets the open end in."""
+    if "number" not in _types(schema):
+        return
+    low = [schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema]
+    high = [schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema]
+    open_ends = [schema[key] for key in ("exclusiveMinimum", "exclusiveMaximum") if key in schema]
+    if low and high and 0 < min(high) - max(low) < 1 and any(end == int(end) for end in open_ends):
+        raise SchemaError(f"has a range less than 1 wide without its whole end at {at}, which is not supported")
+
+
+def _check_properties(schema: Mapping[str, Any], at: str) -> None:
+    """Free names may repeat, and a reader of the JSON keeps one of them."""
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise SchemaError(f"has required {_shown(required)} at {at}, wanted a list of names")
+    least = schema.get("minProperties", 0)
+    if isinstance(least, int) and least > len(set(required)) + 1:
+        raise SchemaError(f"has minProperties {least} at {at}, which is supported up to 1 above those required")
+
+
+def _check_text(schema: Mapping[str, Any], at: str) -> None:
+    name = schema.get("format", FORMATS[0])
+    if name not in FORMATS:
+        raise SchemaError(f"has format {_shown(name)} at {at}, which is not supported, wanted {', '.join(FORMATS)}")
+    patterns = list(schema.get("patternProperties", {})) + [schema[key] for key in ("pattern",) if key in schema]
+    for pattern in patterns:
+        if isinstance(pattern, str) and (reason := refuse_pattern(pattern)):
+            raise SchemaError(f"has the pattern {_shown(pattern)} at {at}, {reason}")
+
+
+CHECKS: tuple[Callable[[Mapping[str, Any], str], None], ...] = (
+    _check_reference,
+    _check_types,
+    _check_numbers,
+    _check_properties,
+    _check_text,
+)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
