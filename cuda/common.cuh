@@ -23,6 +23,13 @@ __device__ __forceinline__ float minus_infinity() {
     return __uint_as_float(0xff800000u);
 }
 
+// x, with what follows from it computed where it is used: what no round of a loop changes takes registers for all of
+// them if the compiler knows that.
+__device__ __forceinline__ u32 computed_again(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // ---------------------------------------------------------------- one kernel after another
 
 // Kernels of a step follow each other by programmatic dependent launch (CUDA C++ Programming Guide): one may start
@@ -144,6 +151,22 @@ __device__ __forceinline__ void store8(elem* p, const float* x) {
 __device__ __forceinline__ void store8(float* p, const float* x) {
     reinterpret_cast<float4*>(p)[0] = make_float4(x[0], x[1], x[2], x[3]);
     reinterpret_cast<float4*>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+// ---------------------------------------------------------------- blocks that come to their ends
+
+// Whether this block is the last of `count` to come here; it then sees what the others wrote before. The ticket is 0
+// before and after. Every thread calls it.
+__device__ __forceinline__ bool last_to_come(int* ticket, int count) {
+    bool last = false;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(ticket, 1) == count - 1;
+        if (last) *ticket = 0;  // for the next launch
+        __threadfence();
+    }
+    return __syncthreads_or(last);
 }
 
 // ---------------------------------------------------------------- sums in a fixed order

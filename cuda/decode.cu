@@ -235,19 +235,6 @@ __device__ __forceinline__ void for_pairs(const Attended& p, const Rows& rows, P
     }
 }
 
-// Whether this block is the last of `count` to come here; it then sees what the others wrote before.
-__device__ __forceinline__ bool last_to_come(int* ticket, int count) {
-    bool last = false;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(ticket, 1) == count - 1;
-        if (last) *ticket = 0;  // for the next launch
-        __threadfence();
-    }
-    return __syncthreads_or(last);
-}
-
 // Partials of a sequence in ascending order; `partials` points at its first, the others are `next` floats apart.
 __device__ __forceinline__ void merge_partials(const Rows& rows, const float* partials, size_t next, int count,
                                                float scale) {

@@ -15,13 +15,6 @@ constexpr int ROW_BYTES = HEAD_DIM * 2 + (SWIZZLED ? 0 : 16);  // of a row in sh
 constexpr int TILE_ROWS_BYTES = TILE_KEYS * ROW_BYTES, TILE_SCALES_BYTES = TILE_KEYS * SCALE_BYTES;
 constexpr int TILE_BYTES = TILE_ROWS_BYTES + TILE_SCALES_BYTES;
 
-// x, with what follows from it computed where it is used: addresses that no loop changes take registers from one tile
-// to the next if the compiler knows that.
-__device__ __forceinline__ u32 computed_again(u32 x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
 // Of a chunk, from the first row of a tile, which starts at a multiple of 128 bytes.
 __device__ __forceinline__ u32 place_of(u32 row, u32 chunk) {
     return row * ROW_BYTES + (SWIZZLED ? chunk ^ row % 8 : chunk) * 16;

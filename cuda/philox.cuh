@@ -21,9 +21,9 @@ __device__ __forceinline__ uint4 philox4x32_10(uint4 counter, uint2 key) {
     return counter;
 }
 
-// The words of token ids 4 * block .. 4 * block + 3 at a position.
+// The words of token ids 4 * block .. 4 * block + 3 at a position. The keys of the rounds would take 20 registers.
 __device__ __forceinline__ uint4 words_of(u32 block, int position, u64 seed) {
-    const uint2 key = make_uint2(static_cast<u32>(seed), static_cast<u32>(seed >> 32));
+    const uint2 key = make_uint2(computed_again(static_cast<u32>(seed)), computed_again(static_cast<u32>(seed >> 32)));
     return philox4x32_10(make_uint4(block, static_cast<u32>(position), 0, 0), key);
 }
 

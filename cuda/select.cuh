@@ -3,19 +3,19 @@
 // Radix selection: ids get unique integer ranks, and the rank of the last id to keep is found digit by digit, each by a
 // histogram of the ids that agree in the digits before. Counts and masses are integers, so no order of sums shows.
 // Every thread calls every function, with 1024 threads a block.
-// Must equal: _filtered_ids in tinyvllm_cli/backends/cpu/sample.py, up to the rounding of its masses.
+// Must equal: filtered_ids in tinyvllm_cli/backends/cpu/filters.py, up to the rounding of its masses.
 #pragma once
 #include "common.cuh"
 
 constexpr int THREADS = 1024;
 constexpr int DIGIT_BITS = 11, BINS = 1 << DIGIT_BITS;
+constexpr int FIRST_SHIFT = 64 - DIGIT_BITS;
 constexpr int ID_BITS = 21;  // of a rank, the lowest; 32 bits of logit and a digit of distance stand above
+constexpr int MAX_LISTED = 2048;
 
-struct Row {
-    const float* logits;  // 16-byte aligned
-    int num_ids;          // at most 2^21
-    float best;           // the greatest logit; finite
-    float temperature;    // above 0, finite
+struct Scale {
+    float best;         // no logit is greater; finite
+    float temperature;  // above 0, finite
 };
 
 // ---------------------------------------------------------------- order
@@ -34,8 +34,8 @@ __device__ __forceinline__ float from_ordered(u32 ordered) {
 // Greater for a greater logit, then for a lower id; unique. The bits of the logit would do: the distance from the best
 // goes before them, in 64ths, because a float's upper bits are the same few for most logits of a row, and atomics on
 // few bins wait for each other. It never contradicts them, as rounding keeps an order.
-__device__ __forceinline__ u64 rank_of(const Row& row, float x, int id) {
-    const float distance = __fmul_rn(__fsub_rn(row.best, x), 64.0f);  // infinite for a masked id
+__device__ __forceinline__ u64 rank_of(const Scale& scale, float x, int id) {
+    const float distance = __fmul_rn(__fsub_rn(scale.best, x), 64.0f);  // infinite for a masked id
     const u64 digit = BINS - 1 - static_cast<int>(fminf(distance, BINS - 1));
     return (digit << 32 | to_ordered(x)) << ID_BITS | ((1 << ID_BITS) - 1 - id);
 }
@@ -44,33 +44,69 @@ __device__ __forceinline__ float logit_of(u64 rank) {
     return from_ordered(static_cast<u32>(rank >> ID_BITS));
 }
 
+__device__ __forceinline__ int id_of_rank(u64 rank) {
+    return (1 << ID_BITS) - 1 - static_cast<int>(rank % (1 << ID_BITS));
+}
+
 // ---------------------------------------------------------------- mass
 
 // Probability over that of the best id, in [0, 1].
-__device__ __forceinline__ float relative_probability(const Row& row, float x) {
-    return expf(__fdiv_rn(__fsub_rn(x, row.best), row.temperature));
+__device__ __forceinline__ float relative_probability(const Scale& scale, float x) {
+    return expf(__fdiv_rn(__fsub_rn(x, scale.best), scale.temperature));
 }
 
 // The same in units of 2^-40: 2^21 of them sum to at most 2^61.
-__device__ __forceinline__ u64 mass_of(const Row& row, float x) {
-    return __float2ull_rn(__fmul_rn(relative_probability(row, x), 0x1p40f));
+__device__ __forceinline__ u64 mass_of(const Scale& scale, float x) {
+    return __float2ull_rn(__fmul_rn(relative_probability(scale, x), 0x1p40f));
 }
 
 // ---------------------------------------------------------------- the whole block over a row
 
-// visit(id, x) for each of this thread's ids of 0..n-1. Reads up to the next multiple of 4. IN_FLIGHT: loads at a time.
+// A bit for each of four ids, from a multiple of 4 on.
+__device__ __forceinline__ u32 allowed_of(const u32* mask, int id) {
+    return mask == nullptr ? 15u : mask[id / 32] >> id % 32;
+}
+
+// visit(id, x, allowed) for each of this thread's ids of 0..n-1. Reads up to the next multiple of 4. mask: as of
+// AllIds, of at least n ids. IN_FLIGHT: loads at a time.
 template <int IN_FLIGHT, typename Visit>
-__device__ __forceinline__ void for_each_id(const float* logits, int n, Visit visit) {
+__device__ __forceinline__ void for_each_id(const float* logits, const u32* mask, int n, Visit visit) {
 #pragma unroll IN_FLIGHT
     for (int id = 4 * threadIdx.x; id < n; id += 4 * THREADS) {
         const float4 four = *reinterpret_cast<const float4*>(logits + id);
         const float x[4] = {four.x, four.y, four.z, four.w};
+        const u32 allowed = allowed_of(mask, id);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            if (id + k < n) visit(id + k, x[k]);
+            if (id + k < n) visit(id + k, x[k], (allowed >> k & 1) != 0);
         }
     }
 }
+
+// The ids of a row, or some of them in a list: for_each() calls visit(id, x) for each of this thread's.
+struct AllIds {
+    const float* logits;  // 16-byte aligned
+    const u32* mask;  // bit id % 32 of word id / 32: whether the id is allowed, else it is as if at -inf; null: all are
+    int num_ids;      // at most 2^21
+
+    template <typename Visit>
+    __device__ __forceinline__ void for_each(Visit visit) const {
+        for_each_id<1>(logits, mask, num_ids,
+                       [&](int id, float x, bool allowed) { visit(id, allowed ? x : minus_infinity()); });
+    }
+};
+
+struct ListedIds {  // in shared memory
+    int count;
+    int id[MAX_LISTED];
+    float x[MAX_LISTED];
+
+    template <typename Visit>
+    __device__ __forceinline__ void for_each(Visit visit) const {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < count; i += THREADS) visit(id[i], x[i]);
+    }
+};
 
 __device__ __forceinline__ u64 warp_prefix_sum(u64 x) {
     const int lane = threadIdx.x % WARP;
@@ -117,16 +153,22 @@ __device__ __forceinline__ void add(Histogram& histogram, u32 digit, u64 weight)
     if (high) atomicAdd(&histogram.high[digit], high);
 }
 
+__device__ __forceinline__ Histogram& shared_histogram() {
+    __shared__ Histogram histogram;
+    return histogram;
+}
+
 // By the digit at `shift`, the ids with ranks from `lowest` up that agree with `border` in its known bits: their number
 // or their mass.
-__device__ __forceinline__ void fill(Histogram& histogram, const Row& row, u64 lowest, u64 border, u64 known, int shift,
-                                     bool by_mass) {
+template <typename Ids>
+__device__ __forceinline__ void fill(Histogram& histogram, const Ids& ids, const Scale& scale, u64 lowest, u64 border,
+                                     u64 known, int shift, bool by_mass) {
     for (int i = threadIdx.x; i < BINS; i += THREADS) histogram.low[i] = histogram.high[i] = 0;
     __syncthreads();
-    for_each_id<1>(row.logits, row.num_ids, [&](int id, float x) {
-        const u64 rank = rank_of(row, x, id);
+    ids.for_each([&](int id, float x) {
+        const u64 rank = rank_of(scale, x, id);
         if (rank < lowest || ((rank ^ border) & known) != 0) return;
-        add(histogram, static_cast<u32>(rank >> shift) % BINS, by_mass ? mass_of(row, x) : 1);
+        add(histogram, static_cast<u32>(rank >> shift) % BINS, by_mass ? mass_of(scale, x) : 1);
     });
     __syncthreads();
 }
@@ -151,17 +193,18 @@ __device__ __forceinline__ Bin find_bin(const Histogram& histogram, u64 wanted, 
 
 // The rank of the last id to keep of those with ranks from `lowest` up: from the best down, the first at which there
 // are `count` or, where that is 0, the share `fraction` of their mass.
-__device__ u64 select(const Row& row, u64 lowest, int count, double fraction) {
-    __shared__ Histogram histogram;
+template <typename Ids>
+__device__ __forceinline__ u64 select(const Ids& ids, const Scale& scale, u64 lowest, int count, double fraction) {
+    Histogram& histogram = shared_histogram();
     u64 border = 0, known = 0, wanted = count;
     bool by_mass = count == 0;
-    for (int shift = 64 - DIGIT_BITS;; shift = max(shift - DIGIT_BITS, 0)) {
-        fill(histogram, row, lowest, border, known, shift, by_mass);
+    for (int shift = FIRST_SHIFT;; shift = max(shift - DIGIT_BITS, 0)) {
+        fill(histogram, ids, scale, lowest, border, known, shift, by_mass);
         Bin bin = find_bin(histogram, wanted, fraction);
         border |= static_cast<u64>(bin.digit) << shift;
         known = ~static_cast<u64>(0) << shift;
         if (by_mass && shift <= ID_BITS) {  // equal logits are left: their mass becomes a number
-            const u64 mass = mass_of(row, logit_of(border));
+            const u64 mass = mass_of(scale, logit_of(border));
             bin.wanted = (bin.wanted + mass - 1) / mass;
             bin.weight /= mass;
             by_mass = false;
@@ -170,4 +213,24 @@ __device__ u64 select(const Row& row, u64 lowest, int count, double fraction) {
         const bool all_of_it = !by_mass && wanted == bin.weight;
         if (all_of_it || shift == 0) return max(border, lowest);
     }
+}
+
+// The `count` largest, and whatever has the first digit of the last of them, go into the list, in no order: what is
+// found among them then needs no more passes over the row. False where there are too many.
+__device__ __forceinline__ bool list_largest(ListedIds& list, const AllIds& ids, const Scale& scale, int count) {
+    if (count > MAX_LISTED) return false;
+    Histogram& histogram = shared_histogram();
+    fill(histogram, ids, scale, 0, 0, 0, FIRST_SHIFT, false);
+    const Bin bin = find_bin(histogram, count, 0.0);
+    if (count - bin.wanted + bin.weight > MAX_LISTED) return false;
+    if (threadIdx.x == 0) list.count = 0;
+    __syncthreads();
+    ids.for_each([&](int id, float x) {
+        if (rank_of(scale, x, id) >> FIRST_SHIFT < bin.digit) return;
+        const int i = atomicAdd(&list.count, 1);
+        list.id[i] = id;
+        list.x[i] = x;
+    });
+    __syncthreads();
+    return true;
 }

@@ -5,7 +5,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 
 from tinyvllm_cli.errors import FailureType
-from tinyvllm_cli.types import Api, Choice, Completion, Failure, Stats, Usage
+from tinyvllm_cli.types import Api, Choice, Completion, Failure, Stats, TokenLogprob, Usage
 
 seconds = st.floats(0, 1e9)
 stats = st.builds(
@@ -17,6 +17,15 @@ stats = st.builds(
     tokens_per_s=seconds,
     cached_tokens=st.integers(0, 99),
 )
+# Texts, characters in two parts and what is no UTF-8.
+spellings = st.sampled_from([b"", b" a", b"a", "é".encode(), b"\xc3", b"\xa9", b"\xff", b"</s>"])
+
+
+def token_logprobs(top: int) -> st.SearchStrategy[TokenLogprob]:
+    more = st.lists(token_logprobs(0), min_size=top, max_size=top).map(tuple) if top else st.just(())
+    return st.builds(TokenLogprob, id=st.integers(0, 9), token=spellings, logprob=st.floats(-99, 0), top=more)
+
+
 choices = st.builds(
     Choice,
     index=st.integers(0, 3),
@@ -25,6 +34,7 @@ choices = st.builds(
     finish_reason=st.sampled_from(["stop", "length"]),
     stop_reason=st.none() | st.text(min_size=1) | st.integers(0, 9),
     reasoning=st.none() | st.text(),
+    logprobs=st.none() | st.integers(0, 2).flatmap(lambda top: st.lists(token_logprobs(top), max_size=3).map(tuple)),
 )
 failures = st.builds(
     Failure,

@@ -152,6 +152,12 @@ class Runtime:
         if recorded is not None:
             self._run(*recorded)
 
+    def streamWaitEvent(self, stream: int, event: int) -> None:
+        self.check()
+        recorded = self._events[event]
+        if recorded is not None:
+            self.enqueue(stream, partial(self._run, *recorded), ())
+
     def streamBeginCapture(self, stream: int) -> None:
         assert stream not in self._captures
         self._captures[stream] = []

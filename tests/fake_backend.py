@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -74,17 +76,26 @@ class Step:
 @dataclass
 class FakePending:
     backend: FakeBackend
-    tokens: list[int]
+    draw: Callable[[np.ndarray | None], StepOutput]
+    masked: bool  # whether a mask comes, before which nothing is drawn
     ready_at: float
+    output: StepOutput | None = None
+
+    def mask(self, bits: np.ndarray) -> None:
+        assert self.masked and self.output is None, "a mask comes once, to a step with mask_rows"
+        assert bits.dtype == np.uint32 and bits.shape[1:] == (-(-self.backend.limits.vocab_size // 32),)
+        self.output = self.draw(bits)
 
     def result(self) -> StepOutput:
         assert self.backend.in_flight[0] is self, "results are read in the order of the steps"
+        assert self.output is not None, "mask() comes before result()"
         if len(self.backend.results) == self.backend.failing_result:
             raise DeviceError("device lost")
-        self.backend.results.append(self.backend.in_flight.pop(0).tokens)
+        self.backend.results.append(self.output.token_ids[0].tolist())
+        self.backend.in_flight.pop(0)
         clock = self.backend.clock
         clock.now = max(clock.now, self.ready_at)
-        return StepOutput(np.array([self.tokens], np.int32), np.full((1, len(self.tokens)), np.nan, np.float32))
+        return self.output
 
 
 @dataclass
@@ -115,6 +126,7 @@ class FakeBackend:
         self.free_at = 0.0  # when the device has nothing more to do
 
     def bind(self, slot: int, token_ids: list[int], options: SlotOptions) -> None:
+        self._check_drawn()
         assert 0 <= slot < self.limits.max_slots
         assert len(token_ids) < self.limits.max_seq_len
         self.owner[slot] = len(self.bound)
@@ -127,6 +139,7 @@ class FakeBackend:
         if len(self.steps) == self.failing_step:
             raise DeviceError("device lost")
         assert len(self.in_flight) < self.limits.max_in_flight
+        self._check_drawn()
         self._check_shapes(batch)
         starts, computed = batch.query_start_loc.tolist(), batch.num_computed.tolist()
         for s, slot in enumerate(batch.slots.tolist()):
@@ -136,10 +149,6 @@ class FakeBackend:
             drawing = max(int(np.count_nonzero(batch.logits_indices == starts[s + 1] - 1)), 1)
             tokens = batch.token_ids[starts[s] : starts[s + 1]]
             self._write(slot, tokens, computed[s], batch.block_tables[s], drawing)
-        tokens = [
-            self._sample(batch, int(row), int(slot))
-            for row, slot in zip(batch.logits_indices, batch.sample_slots, strict=True)
-        ]
         self.steps.append(
             Step(
                 owners=[self.owner[slot] for slot in batch.slots],
@@ -149,8 +158,12 @@ class FakeBackend:
             )
         )
         self.free_at = max(self.clock.now, self.free_at) + self.step_s + self.row_s * len(batch.token_ids)
-        self.in_flight.append(FakePending(self, tokens, self.free_at))
-        return self.in_flight[-1]
+        batch = deepcopy(batch)  # the caller may change his own before the mask is there
+        pending = FakePending(self, partial(self._draw, batch), batch.mask_rows is not None, self.free_at)
+        if not pending.masked:
+            pending.output = pending.draw(None)
+        self.in_flight.append(pending)
+        return pending
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self.copied.append(pairs)
@@ -160,8 +173,12 @@ class FakeBackend:
             self.kv_prefix[target] = self.kv_prefix[source]
 
     def _check_shapes(self, batch: Batch) -> None:
-        for name in Batch.__dataclass_fields__:
-            assert getattr(batch, name).dtype == np.int32, name
+        arrays = {name: getattr(batch, name) for name in Batch.__dataclass_fields__ if name != "top_logprobs"}
+        for name, array in arrays.items():
+            assert (array is None and name in ("targets", "mask_rows")) or array.dtype == np.int32, name
+        for rows in (batch.targets, batch.mask_rows):
+            assert rows is None or rows.shape == batch.logits_indices.shape
+        assert 0 <= batch.top_logprobs <= 20
         S, T = len(batch.slots), len(batch.token_ids)
         assert batch.query_start_loc.shape == (S + 1,) and batch.num_computed.shape == (S,)
         assert batch.block_tables.shape[0] == S
@@ -206,15 +223,55 @@ class FakeBackend:
         used = blocks[: -(-count // self.limits.block_size)]
         return self.kv_token[used].ravel()[:count].tolist(), self.kv_prefix[used].ravel()[:count].tolist()
 
-    def _sample(self, batch: Batch, row: int, slot: int) -> int:
+    def _check_drawn(self) -> None:
+        assert not self.in_flight or self.in_flight[-1].output, "a step waits for its mask: nothing comes before it"
+
+    def _draw(self, batch: Batch, masks: np.ndarray | None) -> StepOutput:
+        count, tops = len(batch.logits_indices), batch.top_logprobs
+        tokens, logprobs = np.empty((1, count), np.int32), np.full((1, count), np.nan, np.float32)
+        top_ids = np.empty((1, count, tops), np.int32)
+        top_logprobs = np.empty(top_ids.shape, np.float32)
+        for r, slot in enumerate(batch.sample_slots.tolist()):
+            target = -1 if batch.targets is None else int(batch.targets[r])
+            history = self._history(batch, int(batch.logits_indices[r]), slot, anywhere=target >= 0)
+            token = tokens[0, r] = self._token(batch, r, history, target, masks)
+            if target >= 0 or (self.options[slot].logprobs and token >= 0):
+                logprobs[0, r] = fake_logprob(history, token if target < 0 else target)
+            if target < 0:
+                self.table[slot, len(history)] = token
+            if tops:
+                top_ids[0, r] = self._likeliest(history)[:tops]
+                top_logprobs[0, r] = [fake_logprob(history, i) for i in top_ids[0, r].tolist()]
+        return StepOutput(tokens, logprobs, *((top_ids, top_logprobs) if tops else ()))
+
+    def _history(self, batch: Batch, row: int, slot: int, *, anywhere: bool) -> tuple[int, ...]:
+        """The tokens at positions 0..p that a row is drawn from. anywhere: it need not be the last of its sequence."""
         s = int(np.searchsorted(batch.query_start_loc, row, side="right")) - 1
-        assert self.owner[slot] >= 0 and row == batch.query_start_loc[s + 1] - 1
+        assert self.owner[slot] >= 0 and (anywhere or row == batch.query_start_loc[s + 1] - 1)
         end = int(batch.num_computed[s] + row - batch.query_start_loc[s]) + 1
         history = self._read(batch.block_tables[s], end)[0]
         assert history == self.table[slot, :end].tolist(), "drawn from the row of another prompt"
-        token = self.next_token(tuple(history), self.options[slot])
-        self.table[slot, end] = token
-        return token
+        return tuple(history)
+
+    def _token(self, batch: Batch, r: int, history: tuple[int, ...], target: int, masks: np.ndarray | None) -> int:
+        """The scripted token; where a mask forbids it, one that is allowed. Beside a target, the likeliest."""
+        if target >= 0:
+            return self._likeliest(history)[0]
+        token = self.next_token(history, self.options[int(batch.sample_slots[r])])
+        place = -1 if batch.mask_rows is None else int(batch.mask_rows[r])
+        if place < 0 or token < 0:
+            return token
+        assert masks is not None and place < len(masks)
+        allowed = [i for i in range(self.limits.vocab_size) if masks[place, i // 32] >> (i % 32) & 1]
+        return token if token in allowed else allowed[token % len(allowed)] if allowed else -2
+
+    def _likeliest(self, history: tuple[int, ...]) -> list[int]:
+        return sorted(range(self.limits.vocab_size), key=lambda i: (-fake_logprob(history, i), i))
+
+
+def fake_logprob(history: tuple[int, ...], token: int) -> float:
+    """In (-10, 0], of a token behind these ones; many are equal."""
+    return -(zlib.crc32(np.array([*history, token], np.int32).tobytes()) % 40) / 4
 
 
 def with_token(prefix: int, token: int) -> int:
@@ -267,6 +324,9 @@ class FakeCodec:
         if not request.prompt_token_ids:
             raise RequestError("empty_prompt", "no tokens", "prompt_token_ids")
         return list(request.prompt_token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return f" {token_id}".encode()
 
     def answer(self, request: Request, prompt_ids: list[int]) -> FakeAnswer:
         return FakeAnswer(self, request)

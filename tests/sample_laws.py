@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from draw_statistics import assert_follows, probabilities
 from gpu_tools import Array, OpDevice, assert_close, assert_same_bits, read
 from sample_tools import FILTERS, LATE, assert_tokens, draw, random_logits, seeded
 from test_sample import KNOWN_ANSWERS, words
@@ -270,33 +270,11 @@ def a_certain_token_always_comes(device: OpDevice, vocab: int, count: int) -> No
 
 
 def draws_follow_the_probabilities(device: OpDevice, vocab: int, options: SlotOptions, count: int) -> None:
-    """Pearson's chi-square test, over the most probable ids and groups of all others."""
+    """Over the most probable ids, and all others together."""
     logits = random_logits(1, vocab, seed=12)
     logits[0, :5] += 9
     logits[0, 0] += 2 * options.temperature
     expected = probabilities(logits[0], options)
     slots = seeded([options] * count, seed=int(1000 * options.temperature))
     drawn = draw(device, logits, slots, np.arange(count), vocab, max_seq_len=1).token_ids
-    outside = drawn[(drawn < 0) | (drawn >= vocab) | (expected[np.clip(drawn, 0, vocab - 1)] == 0)]
-    assert not len(outside), f"{options}: {len(outside)} tokens that the filters leave out, as {outside[:5]}"
-    group = np.arange(vocab) % 32
-    common = np.argsort(-expected)[:32]
-    group[common] = np.arange(32, 64)
-    wanted, found = np.bincount(group, expected, 64) * count, np.bincount(group[drawn], minlength=64)
-    large = wanted >= 5  # others together
-    wanted, found = (np.append(of[large], of[~large].sum()) for of in (wanted, found))
-    wanted, found = wanted[wanted > 1e-9], found[wanted > 1e-9]
-    chi_square, freedom = ((found - wanted) ** 2 / wanted).sum(), max(1, len(wanted) - 1)
-    assert chi_square < freedom + 5 * math.sqrt(2 * freedom), f"V {vocab}, {options}: {chi_square} of {freedom}"
-
-
-def probabilities(logits: F32, options: SlotOptions) -> npt.NDArray[np.float64]:
-    """What a draw must follow, in float64 from the definition: sort, then walk down the list."""
-    weight = np.exp((logits.astype(np.float64) - logits.max()) / options.temperature)
-    order = np.argsort(-logits, kind="stable")[: options.top_k or None]
-    mass = np.cumsum(weight[order])
-    order = order[: np.searchsorted(mass, options.top_p * mass[-1]) + 1]
-    order = order[weight[order] >= options.min_p]
-    exact = np.zeros(len(logits))
-    exact[order] = weight[order] / weight[order].sum()
-    return exact
+    assert_follows(drawn, expected, f"V {vocab}, {options}")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from draws import Drawn
 from gpu_tools import Array, OpDevice, assert_same_bits, read
 
-from tinyvllm_cli.backends.cpu.sample import FLOAT32_MAX, _filtered_ids, _with_bias_and_mask, gumbel, sample_row
-from tinyvllm_cli.backends.gpu.sample import DrawOptions, edits_room, plan_draw, sample, upload_limit
-from tinyvllm_cli.types import F32, I32, SlotOptions
+from tinyvllm_cli.backends.cpu.filters import FLOAT32_MAX, filtered_ids
+from tinyvllm_cli.backends.cpu.sample import gumbel, processed_logits, sample_row
+from tinyvllm_cli.backends.gpu.sample import Asked, DrawOptions, edits_room, plan_draw, sample, upload_limit
+from tinyvllm_cli.types import F32, I32, MAX_TOP_LOGPROBS, U32, SlotOptions
 
 LATE = 1_000_000  # a first position that no test reaches: until then stop_ids are masked
 FILTERS: tuple[SlotOptions, ...] = (
@@ -40,13 +42,6 @@ FILTERS: tuple[SlotOptions, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Drawn:
-    token_ids: I32
-    logprobs: F32
-    table: I32  # [slots, max_seq_len]; -1 where nothing was written
-
-
 def draw(
     device: OpDevice,
     logits: F32,
@@ -57,11 +52,17 @@ def draw(
     max_seq_len: int = 64,
     slots: Sequence[int] | None = None,
     planned_ids: int | None = None,
+    table: I32 | None = None,
+    masks: U32 | None = None,
+    mask_rows: I32 | None = None,
+    targets: I32 | None = None,
+    top_logprobs: int = 0,
 ) -> Drawn:
-    """The op on logits [R, V], or on one row [1, V] for all R options, in memory with padding between the rows.
+    """A Draw (draws.py), by the op on the device, over logits in memory with padding between the rows.
 
-    planned_ids: what plan_draw takes for num_ids. AssertionError where logits are not left as they were, or something
-    outside of the outputs was written.
+    max_seq_len: of the table, where none is given. slots: of the rows, where row r has not slot r. planned_ids: what
+    plan_draw takes for num_ids. AssertionError where logits are not left as they were, or something outside of the
+    outputs was written.
     """
     num_rows, vocab = len(options), logits.shape[1]
     padded = np.full((len(logits), -(-vocab // 4) * 4), np.nan, np.float32)
@@ -69,7 +70,9 @@ def draw(
     whole = device.upload(padded)
     rows = whole if len(logits) == num_rows else np.broadcast_to(whole, (num_rows, padded.shape[1]))
     token_ids, logprobs = device.poisoned((num_rows,), np.int32), device.poisoned((num_rows,), np.float32)
-    table = device.poisoned((num_rows, max_seq_len), np.int32)
+    max_seq_len = max_seq_len if table is None else table.shape[1]
+    tokens = device.poisoned((num_rows, max_seq_len), np.int32, table)
+    asked = Asked(targets, mask_rows, top_logprobs)
     upload = Upload(device)
     kept_options, order = DrawOptions(num_rows), np.arange(num_rows, dtype=np.int32)
     for row, option in enumerate(options):
@@ -78,15 +81,31 @@ def draw(
         num_sampled=num_rows,
         sample_slots=device.upload(np.array(range(num_rows) if slots is None else slots, np.int32)),
         sample_positions=device.upload(np.array(positions, np.int32)),
-        draw=plan_draw(kept_options, order, np.array(positions, np.int32), planned_ids or num_ids, upload),
+        draw=plan_draw(kept_options, order, np.array(positions, np.int32), asked, planned_ids or num_ids, upload),
     )
     assert upload.nbytes <= upload_limit(num_rows)
-    ready = device.with_buffers(token_ids=token_ids, logprobs=logprobs, edits=device.poisoned(*edits_room(vocab)))
-    kept = SimpleNamespace(token_table=table.array)
+    tops = [device.poisoned((num_rows, MAX_TOP_LOGPROBS), dtype) for dtype in (np.int32, np.float32)]
+    wanted = None if masks is None or step.draw.masks is None else masks[step.draw.masks]
+    ticket = device.poisoned((1,), np.int32, np.zeros(1))
+    ready = device.with_buffers(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        top_ids=tops[0],
+        top_logprobs=tops[1],
+        draw_ticket=ticket,
+        edits=device.poisoned(*edits_room(vocab)),
+        masks=device.poisoned((num_rows, -(-vocab // 32)), np.uint32, wanted),
+        raw_logits=device.poisoned((num_rows, max_seq_len), np.float32),
+    )
+    kept = SimpleNamespace(token_table=tokens.array)
     drawn = sample(ready, rows[:, :vocab], step, kept, num_ids=num_ids)
     assert [array.shape for array in drawn] == [(num_rows,)] * 2
     assert_same_bits("logits after sample", read(whole), padded)
-    return Drawn(token_ids.read(), logprobs.read(), table.read())
+    assert ticket.read() == 0
+    top_ids, top_values = (top.read() for top in tops)
+    assert (top_ids[:, top_logprobs:] == -1).all() and np.isnan(top_values[:, top_logprobs:]).all()
+    found = (top_ids[:, :top_logprobs], top_values[:, :top_logprobs]) if top_logprobs else ()
+    return Drawn(token_ids.read(), logprobs.read(), tokens.read(), *found)
 
 
 class Upload:
@@ -117,10 +136,10 @@ def assert_tokens(
 
 def as_good(logits: F32, options: SlotOptions, position: int, num_ids: int, token_id: int) -> bool:
     """Whether the token is the CPU's once borders of filters, and keys, may be off by some roundings of float32."""
-    row = _with_bias_and_mask(logits[:num_ids], options, position)
+    row = processed_logits(logits[:num_ids], options, position)
     for off in (1 - 2e-6, 1 + 2e-6):
         moved = replace(options, top_p=min(1.0, options.top_p * off), min_p=min(1.0, options.min_p * off))
-        ids = _filtered_ids(row, row.max(), moved)
+        ids = filtered_ids(row, row.max(), moved)
         kept = np.arange(num_ids) if ids is None else ids
         with np.errstate(over="ignore"):
             scaled = row[kept] / np.float32(min(options.temperature, FLOAT32_MAX))

@@ -4,17 +4,17 @@ A law takes a Subject. Its pool is full of NaN whenever a backend is made, so th
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from seam import BLOCK, GREEDY, NUM_IDS, Part, Run, Subject, alone, batch, i32, positions_of_kv, prompt, step
+from seam_draws import DRAW_LAWS, arrays
 
-from tinyvllm_cli.backends.cpu.sample import sample_row
 from tinyvllm_cli.types import SlotOptions
 
-LAWS: list[Callable[[Subject], None]] = []
+LAWS: list[Callable[[Subject], None]] = [*DRAW_LAWS]
 
 
 def law(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
@@ -119,58 +119,6 @@ def many_rows_of_long_sequences_give_the_same_tokens(subject: Subject) -> None:
         assert run.out == whole, f"chunks of {chunk}"
 
 
-# ---------------------------------------------------------------- 3. sampled tokens
-
-
-@law
-def a_sampled_token_is_the_function_of_its_logits_options_and_position(subject: Subject) -> None:
-    ids = prompt(21)
-    for options in (GREEDY, SlotOptions(temperature=0.8, seed=7), SlotOptions(temperature=1.2, top_k=5, seed=8)):
-        logits = subject.fresh().logits(batch(Part(3, (1, 2), 0, ids)))
-        backend = subject.fresh()
-        backend.bind(3, ids, options)
-        assert step(backend, Part(3, (1, 2), 0, ids)) == [sample_row(logits[0], options, 21, NUM_IDS)]
-
-
-@law
-def a_row_sampled_for_several_slots_obeys_the_options_of_each(subject: Subject) -> None:
-    ids = prompt(18)
-    options = [SlotOptions(temperature=1.5, seed=seed) for seed in range(5)] + [GREEDY]
-    backend = subject.fresh()
-    for slot, slot_options in enumerate(options):
-        backend.bind(slot, ids, slot_options)
-    tokens = step(backend, Part(0, (1, 2), 0, ids, samples=range(6)))
-    assert tokens == [alone(subject, ids, 0, slot_options)[0] for slot_options in options]
-    assert [subject.tokens(backend, slot)[18] for slot in range(6)] == tokens
-    assert len(set(tokens)) > 1
-
-
-@law
-def logprobs_are_of_the_raw_logits_where_a_slot_asks(subject: Subject) -> None:
-    backend, rows = subject.fresh(), batch(Part(0, (1, 2), 0, prompt(21), samples=range(2)))
-    backend.bind(1, [], SlotOptions(temperature=1.5, top_k=3, logit_bias=((40, 50.0),), logprobs=True))
-    output, raw = backend.step(rows).result(), subject.fresh().logits(rows)[1].astype(np.float64)
-    assert output.token_ids[0, 1] == 40
-    np.testing.assert_allclose(output.logprobs, [[np.nan, raw[40] - np.log(np.exp(raw).sum())]], atol=1e-4)
-
-
-@law
-def ids_past_the_tokenizer_never_come_out(subject: Subject) -> None:
-    padding = tuple((token, 100.0) for token in range(NUM_IDS, 320))
-    backend = subject.fresh()
-    assert backend.limits.vocab_size == 320
-    for temperature in (0.0, 1.0, 50.0):
-        run = Run(prompt(5), options=SlotOptions(temperature=temperature, logit_bias=padding))
-        run.prefill(backend)
-        assert max(run.decode(backend, 20)) < NUM_IDS
-
-
-@law
-def a_chunk_without_its_last_row_samples_nothing(subject: Subject) -> None:
-    output = subject.fresh().step(batch(Part(0, (1,), 0, prompt(9), ()))).result()
-    assert output.token_ids.shape == (1, 0)
-
-
 # ---------------------------------------------------------------- 4. order of calls
 
 
@@ -231,8 +179,8 @@ def arguments_may_be_reused_once_a_call_returns(subject: Subject) -> None:
     pending = []
     for arguments in batches:
         pending.append(backend.step(arguments))
-        for name in fields(arguments):
-            getattr(arguments, name.name)[:] = 0
+        for array in arrays(arguments):
+            array[:] = 0
     assert [step.result().token_ids[0, 0] for step in pending] == alone(subject, ids, 1)
 
 
@@ -328,12 +276,17 @@ def a_malformed_batch_is_refused(subject: Subject) -> None:
         "token_ids": [[320] * 24, [-2] * 24, []],
         "logits_indices": [[19, 24], [-1, 23], [19]],
         "sample_slots": [[0, 8], [0, -1], [0]],
+        "targets": [[320, 0], [0, -2], [0]],
+        "mask_rows": [[0, -2], [0]],
     }
     for name, values in bad.items():
         for value in values:
             backend = subject.fresh()
             with pytest.raises(ValueError, match="malformed batch"):
                 backend.step(replace(good, **{name: i32(value)}))
+    for top in (-1, 21):
+        with pytest.raises(ValueError, match="malformed batch: top_logprobs"):
+            subject.fresh().step(replace(good, top_logprobs=top))
 
 
 @law

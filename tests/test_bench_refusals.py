@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command import TINYVLLM, run_here, strict_json, write_lines
 
-from tinyvllm_cli.backends.cpu.backend import CpuBackend, Done
+from tinyvllm_cli.backends.cpu.backend import CpuBackend, CpuStep
 from tinyvllm_cli.bench import bench, subject
 from tinyvllm_cli.cli.signals import Interrupted
 from tinyvllm_cli.errors import DeviceError
@@ -129,7 +129,7 @@ def break_at(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException)
     """The device raises at a step."""
     step, steps = CpuBackend.step, []
 
-    def breaking(self: CpuBackend, batch: Batch) -> Done:
+    def breaking(self: CpuBackend, batch: Batch) -> CpuStep:
         steps.append(batch)
         if len(steps) == number:
             raise error

@@ -43,6 +43,24 @@ def made(answer: dict[str, Any]) -> tuple[int, str]:
     return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
 
 
+def made_ids(answer: dict[str, Any]) -> list[int]:
+    """Of an answer that has logprobs: one of each token that counts, every number finite."""
+    (choice,) = answer["choices"]
+    told = choice["logprobs"]
+    assert len(told) == answer["usage"]["completion_tokens"]
+    assert all(type(number) is float and -1e39 < number <= 0 for token in told for number in numbers(token))
+    return [token["id"] for token in told]
+
+
+def numbers(token: dict[str, Any]) -> list[float]:
+    return [token["logprob"], *(other["logprob"] for other in token["top"])]
+
+
+def without_logprobs(answer: dict[str, Any]) -> dict[str, Any]:
+    choices = [{name: value for name, value in c.items() if name != "logprobs"} for c in answer["choices"]]
+    return place_free(answer) | {"choices": choices}
+
+
 def test_c01_one_prompt_too_long(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     answers = run_case(tmp_path, tiny, "c01_too_long_in_middle.jsonl", "--set", "ignore_eos=true", code=3)
     said = capfd.readouterr().err
@@ -148,7 +166,8 @@ def stop_lines() -> dict[str, dict[str, Any]]:
 def test_c13_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str], sampling: bool):
     model = make_tiny_model(tmp_path / "model")
     shutil.copy(CASES / "c13_generation_config.json", model / "generation_config.json")
-    answers = run_case(tmp_path, model, "c13_eos.jsonl", *(["--model-sampling"] if sampling else []), code=0)
+    options = ["--set", "logprobs=0", *(["--model-sampling"] if sampling else [])]
+    answers = run_case(tmp_path, model, "c13_eos.jsonl", *options, code=0)
     said = capfd.readouterr().err
     assert "temperature 0.6, top_p 0.9" in said and ("not used" in said) is not sampling
     ends = {
@@ -159,29 +178,40 @@ def test_c13_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str], sampling: b
     assert ends["ignore"][1:] == (8, "length", None)
     assert ends["min-tokens"][1] == 4 and ends["min-tokens"][2] == "stop"
     assert ends["stop-id"] == ("", 1, "stop", 30)
+    ids = {name: made_ids(answer) for name, answer in answers.items()}
+    assert (ids["eot-7"], ids["eos-2"], ids["stop-id"]) == ([7], [2], [30]), "ends count"
+    assert ids["ignore"] == [7] * 8 and ids["min-tokens"][3:] == [7] and not {2, 7} & {*ids["min-tokens"][:3]}
+    assert answers["eos-2"]["choices"][0]["logprobs"][0]["bytes"] == list(b"</s>")
+
+
+REFUSED = {"c-stop", "d-json"}  # of c17
 
 
 def test_c17_each_line_obeys_its_own_options_in_both_orders(tiny: Path, tmp_path: Path):
     orders = [
-        run_case(tmp_path, tiny, f"c17_mixed_params{order}.jsonl", "--slots", slots, code=3)
+        run_case(tmp_path, tiny, f"c17_mixed_params{order}.jsonl", "--slots", slots, "--set", "logprobs=2", code=3)
         for order in ("", "_reversed")
         for slots in ("1", "32")
     ]
-    first = {name: place_free(answer) for name, answer in orders[0].items()}
+    for line in map(json.loads, (CASES / "c17_mixed_params.jsonl").read_text().splitlines()):  # each alone
+        case = write_lines(tmp_path / "in.jsonl", [line])
+        answer = run_case(tmp_path, tiny, case, "--set", "logprobs=2", code=3 if line["custom_id"] in REFUSED else 0)
+        orders.append(orders[0] | answer)
+    first = {name: without_logprobs(answer) for name, answer in orders[0].items()}
     for answers in orders[1:]:
-        assert {name: place_free(answer) for name, answer in answers.items()} == first
+        assert {name: without_logprobs(answer) for name, answer in answers.items()} == first
+        assert all(made_ids(answers[i]) == made_ids(orders[0][i]) for i in first.keys() - REFUSED)
     tokens = {name: made(answer) for name, answer in first.items() if answer["error"] is None}
     assert tokens == {
         "a-greedy-4": (4, "length"),
         "b-hot-9": (9, "length"),
+        "e-penalty": (12, "length"),
         "f-one": (1, tokens["f-one"][1]),
         "g-greedy-again": (12, "length"),
     }
-    assert {name: failure(orders[0][name])[0] for name in ("c-stop", "d-json", "e-penalty")} == dict.fromkeys(
-        ("c-stop", "d-json", "e-penalty"), "unsupported"
-    )
-    long, short = first["g-greedy-again"]["choices"][0]["text"], first["a-greedy-4"]["choices"][0]["text"]
-    assert long.startswith(short.rstrip("\ufffd")) and short
+    assert {failure(orders[0][name])[0] for name in REFUSED} == {"unsupported"}
+    long, short, penalized = (made_ids(orders[0][i]) for i in ("g-greedy-again", "a-greedy-4", "e-penalty"))
+    assert long[:4] == short and penalized != long
 
 
 def test_c19_edges(tiny: Path, no_bos: Path, tmp_path: Path):
@@ -208,6 +238,27 @@ def test_c19_edges(tiny: Path, no_bos: Path, tmp_path: Path):
     assert failure(run_case(tmp_path, no_bos, "c19_edge_params.jsonl", code=3)["empty"])[0] == "empty_prompt"
 
 
+def test_s22_a_shared_prefix(tiny: Path, tmp_path: Path):
+    lines = [json.loads(line) for line in (CASES / "s22_shared_prefix.jsonl").read_text().splitlines()]
+    shuffled = write_lines(tmp_path / "in.jsonl", lines[7:] + lines[6::-1])
+    first = run_case(tmp_path, tiny, "s22_shared_prefix.jsonl", code=0)
+    others = [
+        run_case(tmp_path, tiny, "s22_shared_prefix.jsonl", "--no-prefix-cache", code=0),
+        run_case(tmp_path, tiny, shuffled, code=0),
+        run_case(tmp_path, tiny, shuffled, "--slots", "1", code=0),
+    ]
+    for answers in others:
+        assert answers.keys() == first.keys() and len(first) == len(lines)
+        for name, answer in answers.items():
+            assert without_logprobs(answer) == without_logprobs(first[name]) and made(answer) == (8, "length")
+            assert made_ids(answer) == made_ids(first[name])
+            for token, other in zip(*(found["choices"][0]["logprobs"] for found in (answer, first[name])), strict=True):
+                assert numbers(token) == pytest.approx(numbers(other), abs=1e-4)
+                assert [other["id"] for other in token["top"]] == [token["id"]], "greedy"
+    cached = [sorted(answer["stats"]["cached_tokens"] for answer in answers.values()) for answers in (first, *others)]
+    assert cached[1] == [0] * 12 and cached[0] == cached[2] == cached[3] == [0] + [64] * 11
+
+
 @pytest.mark.parametrize(("length", "tokens"), [(125, 2), (126, 1), (127, None), (128, None), (99, 28)])
 def test_the_context_is_the_end(tiny: Path, tmp_path: Path, length: int, tokens: int | None):
     """Prompts of length + 1 ids (BOS) in a context of 128."""
@@ -231,11 +282,12 @@ def test_ids_that_do_not_exist(tiny: Path, tmp_path: Path, field: str, token_id:
         bad[field] = [BYTE_OFFSET, token_id]
     if field == "prompt_token_ids":
         del bad["prompt"]
-    case = tmp_path / "in.jsonl"
-    case.write_text(json.dumps(bad) + '\n{"custom_id": "good", "prompt": "x", "max_tokens": 2}')
-    answers = run_case(tmp_path, tiny, case, code=3)
+    good = {"custom_id": "good", "prompt": "x", "max_tokens": 2, "logprobs": 1}
+    answers = run_case(tmp_path, tiny, write_lines(tmp_path / "in.jsonl", [bad, good]), code=3)
     assert failure(answers["bad"]) == ("invalid_token_id", field)
-    assert str(token_id) in answers["bad"]["error"]["message"] and answers["good"]["error"] is None
+    assert str(token_id) in answers["bad"]["error"]["message"]
+    alone = run_case(tmp_path, tiny, write_lines(tmp_path / "in.jsonl", [good]), code=0)
+    assert place_free(answers["good"]) == place_free(alone["good"])
 
 
 def test_what_is_far_too_long_is_not_tokenized(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

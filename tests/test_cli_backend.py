@@ -13,7 +13,7 @@ from command import run_here, write_lines
 from tiny import make_tiny_model
 
 from tinyvllm_cli import run_file
-from tinyvllm_cli.backends.cpu.backend import CpuBackend, Done
+from tinyvllm_cli.backends.cpu.backend import CpuBackend, CpuStep
 from tinyvllm_cli.backends.gpu import driver, packages
 from tinyvllm_cli.backends.gpu.driver import Driver
 from tinyvllm_cli.config import EngineConfig
@@ -34,7 +34,7 @@ class StandIn(CpuBackend):
     def facts(self) -> BackendFacts:
         return BackendFacts("gpu", "NVIDIA Stand-in", super().facts.dtype, 96, {"driver": "580.1", "planned_bytes": 7})
 
-    def step(self, batch: Batch) -> Done:
+    def step(self, batch: Batch) -> CpuStep:
         self.steps = getattr(self, "steps", 0) + 1
         if self.steps == self.failing_step:
             raise DeviceError("CUDA error 700 (illegal address)")

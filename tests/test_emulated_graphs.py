@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import emulated_gpu
@@ -11,14 +12,14 @@ import numpy as np
 import pytest
 from emulated_cuda import OUT_OF_MEMORY, CUDARuntimeError, Runtime
 from gpu_subject import TINY, gpu_backend, to_host
-from seam import GREEDY, Part, Run, batch, prompt, step
+from seam import GREEDY, Part, Run, batch, i32, prompt, step
 from tiny import make_tiny_model
 
 from tinyvllm_cli.backends.gpu import graphs
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
-from tinyvllm_cli.types import SlotOptions
+from tinyvllm_cli.types import Batch, SlotOptions
 
 pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("cuda")]
 
@@ -84,7 +85,8 @@ def test_launches_in_graphs_are_counted_as_those_outside(
 
 
 def test_shapes_are_few(backend: GpuBackend):
-    """Sequences that grow and end share shapes; a prompt among them, or a biased one, is enqueued kernel by kernel."""
+    """Sequences that grow and end share shapes, whatever their options are; a prompt among them is enqueued kernel by
+    kernel, and of a biased one the draws."""
     sequences = runs(8)
     decode(backend, sequences, 12)
     while sequences:
@@ -97,8 +99,57 @@ def test_shapes_are_few(backend: GpuBackend):
     assert {rows for rows, *_ in backend._graphs._graphs} >= {4, 8}
     backend.bind(0, prompt(5), SlotOptions(logit_bias=((9, 3.0),)))
     step(backend, Part(0, (1,), 0, prompt(5)), Part(1, (2,), 0, prompt(3)))
-    step(backend, Part(0, (1,), 5, [9]))
     assert backend._graphs._seen == before
+    for position in range(5, 8):
+        step(backend, Part(0, (1,), position, [9]))
+    assert {shape for shape in backend._graphs._seen - before if len(shape) == 2} == set()
+    assert len(backend._graphs._seen - before) == 1
+
+
+def test_whatever_rows_ask_for_launches_the_same(backend: GpuBackend):
+    """Penalties, logprobs, likeliest ids, targets: one graph a step, the one that steps without them have."""
+    sequences = runs(3)
+    decode(backend, sequences, 3)
+    seen, plain = set(backend._graphs._seen), launches_of(backend, batch(*(run.part() for run in sequences)))
+    assert plain["graphs"] == 1
+    penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.1, "repetition_penalty": 1.3}
+    for run in sequences:
+        backend.bind(run.slot, [*run.ids, *run.out], SlotOptions(temperature=1.0, logprobs=True, **penalties))
+    for asked in ({}, {"top_logprobs": 20}, {"targets": i32([3, -1, 5])}):
+        assert launches_of(backend, replace(batch(*(run.part() for run in sequences)), **asked)) == plain
+    assert backend._graphs._seen == seen
+
+
+@pytest.mark.parametrize("asked", ["mask", "bias"])
+def test_draws_that_come_later_leave_the_forward_captured(asked: str, checkpoint: Checkpoint, backend: GpuBackend):
+    """And it is a step's own forward: the tokens are those of a backend that draws within its graph."""
+    wanted = decode(backend, runs(3), 8)
+    other, sequences = gpu_backend(checkpoint, num_blocks=60, slots=8), runs(3)
+    for run in sequences:
+        nothing = replace(run.options, logit_bias=((9, 0.0),))
+        run.options = nothing if asked == "bias" else run.options
+        run.prefill(other)
+    counts = []
+    for _ in range(8):
+        rows = batch(*(run.part() for run in sequences))
+        everything = np.full((1, 10), 2**32 - 1, np.uint32)
+        before = Counter(other.counts())
+        pending = other.step(replace(rows, mask_rows=i32([0, -1, 0])) if asked == "mask" else rows)
+        if asked == "mask":
+            pending.mask(everything)
+        for run, token in zip(sequences, pending.result().token_ids[0].tolist(), strict=True):
+            run.out.append(token)
+        counts.append(Counter(other.counts()) - before)
+    assert [run.out for run in sequences] == wanted
+    assert [count["graphs"] for count in counts].count(1) >= 6
+    assert all(count["sample_rows"] == 1 for count in counts)
+    other.close()
+
+
+def launches_of(backend: GpuBackend, rows: Batch) -> Counter[str]:
+    before = Counter(backend.counts())
+    backend.step(rows).result()
+    return Counter(backend.counts()) - before
 
 
 def test_a_card_without_room_for_a_graph_enqueues(

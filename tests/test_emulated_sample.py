@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import draw_laws
 import numpy as np
 import pytest
 import sample_laws
 from cuda_emulator import EmulatedKernels, Emulator
 from gpu_tools import OpDevice
-from sample_tools import FILTERS
+from sample_tools import FILTERS, draw
 
-from tinyvllm_cli.types import SlotOptions
+from tinyvllm_cli.backends.gpu.kernels import kernel_sources
+from tinyvllm_cli.types import MAX_TOP_LOGPROBS, SlotOptions
 
 pytestmark = pytest.mark.emulated
 
@@ -59,7 +63,7 @@ def test_tokens_are_the_cpus(vocab, num_ids, edited, filters, device):
 
 
 def test_ties_go_to_the_lowest_ids(device):
-    sample_laws.ties_go_to_the_lowest_ids(device, 2500, 2499, FEW)
+    sample_laws.ties_go_to_the_lowest_ids(device, 4000, 3999, FEW)  # more than a list holds
 
 
 def test_borders_are_exact(device):
@@ -104,3 +108,13 @@ def test_logprobs_are_of_the_raw_logits(device):
 
 def test_a_certain_token_always_comes(device):
     sample_laws.a_certain_token_always_comes(device, 128_256, 3)
+
+
+@pytest.mark.parametrize("law", draw_laws.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize(("vocab", "num_ids"), [(90, 83), (4102, 4097)])
+def test_draw(law, vocab, num_ids, device):
+    law(partial(draw, device), vocab, num_ids)
+
+
+def test_the_kernel_has_room_for_as_many_likeliest_ids_as_may_be_asked_for():
+    assert f"constexpr int MAX_TOP = {MAX_TOP_LOGPROBS};" in kernel_sources()["sample.cu"]

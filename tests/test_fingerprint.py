@@ -53,6 +53,10 @@ params = st.builds(
     include_stop_str_in_output=few(False, True),
     min_tokens=few(0, 1),
     ignore_eos=few(False, True),
+    presence_penalty=few(0.0, 0.5, -0.5),
+    frequency_penalty=few(0.0, 0.5),
+    repetition_penalty=few(1.0, 1.5),
+    logprobs=few(None, 0, 3),
     logit_bias=few((), ((5, 1.0),), ((5, -1.0),)),
 )
 prompts: st.SearchStrategy[dict[str, Any]] = few(

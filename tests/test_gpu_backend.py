@@ -15,7 +15,8 @@ from seam import GREEDY, Part, Run, Subject, batch, prompt
 from seam_contract import LAWS
 from tiny import make_tiny_model
 
-from tinyvllm_cli.backends.gpu.backend import GpuBackend, InFlight
+from tinyvllm_cli.backends.gpu.backend import GpuBackend
+from tinyvllm_cli.backends.gpu.in_flight import InFlight
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
 from tinyvllm_cli.types import SlotOptions, StepOutput
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import draw_laws
 import pytest
 import sample_laws
+from draws import Draw
 from gpu_tools import OpDevice, open_device, to_gpu
+from sample_tools import draw
 
 from tinyvllm_cli.backends.gpu.kernels import compile_options, kernel_sources, target_arch
 from tinyvllm_cli.backends.gpu.nvrtc import load_nvrtc
@@ -106,6 +112,12 @@ def test_logprobs_are_of_the_raw_logits(vocab: int, num_ids: int, device: OpDevi
 
 def test_a_certain_token_always_comes(device: OpDevice):
     sample_laws.a_certain_token_always_comes(device, LLAMA_3, 300)
+
+
+@pytest.mark.parametrize("law", draw_laws.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize(("vocab", "num_ids"), [(90, 83), (4102, 4097), (49_152, 49_152), (LLAMA_3, 128_000)])
+def test_draw(law: Callable[[Draw, int, int], None], vocab: int, num_ids: int, device: OpDevice):
+    law(partial(draw, device), vocab, num_ids)
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=str)

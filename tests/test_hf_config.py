@@ -226,6 +226,8 @@ def test_sampling_is_suggested_only_by_a_model_that_samples(tmp_path: Path):
     assert suggested("c", do_sample=False, temperature=0.6) == {}
     assert suggested("d", temperature=0.6) == {"temperature": 0.6}
     assert suggested("f") == {}
+    assert suggested("g", repetition_penalty=1.1) == {"repetition_penalty": 1.1}, "of greedy answers"
+    assert suggested("h", do_sample=True, repetition_penalty=1.1) == {"temperature": 1.0, "repetition_penalty": 1.1}
 
 
 @pytest.mark.parametrize(
@@ -235,6 +237,7 @@ def test_sampling_is_suggested_only_by_a_model_that_samples(tmp_path: Path):
         ("top_p", [0, 1.5, -0.1, NAN, "1", None]),
         ("top_k", [-1, 50.5, 2**40, INFINITY, "50", False, None]),
         ("min_p", [-0.1, 2, NAN, {}, None]),
+        ("repetition_penalty", [0, -1, NAN, INFINITY, "1.1", True, None]),
         ("eos_token_id", [[None], "2", 2.5, True, {}, [[3]], None]),
     ],
 )

@@ -1,5 +1,6 @@
 """OpenAI Batch lines: read like a line of our own that says the same, answered in shapes that `openai` reads back."""
 
+import codecs
 import dataclasses
 import json
 from typing import Any, get_args
@@ -11,13 +12,16 @@ from hypothesis import strategies as st
 from lines import json_values, read, read_one, refusal, request
 from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion
+from openai.types.chat.chat_completion import ChoiceLogprobs
+from openai.types.completion_choice import Logprobs
 
 from tinyvllm_cli.errors import FailureType
 from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS
 from tinyvllm_cli.io.openai_answers import Stamp, batch_answer
 from tinyvllm_cli.io.openai_lines import BATCH_FIELDS, BODIES, IGNORED, note_model
+from tinyvllm_cli.io.prompts import Defaults
 from tinyvllm_cli.io.results import encode
-from tinyvllm_cli.types import Api, Completion, Failure, Request
+from tinyvllm_cli.types import Api, Completion, Failure, Request, SamplingParams, TokenLogprob
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 URLS: dict[Api, str] = {"chat": CHAT, "completions": TEXT}
@@ -156,6 +160,21 @@ def test_a_seed_of_more_bits_is_none(seed: Any):
     assert refusal(good(seed=seed))[::2] == ("invalid_value", "seed")
 
 
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_one_number_says_what_the_apis_say_of_logprobs(count: int):
+    wanted = request(good(logprobs=True, top_logprobs=count)).params
+    assert wanted.logprobs == count == request(batch({"prompt": "x", "logprobs": count}, TEXT)).params.logprobs
+    assert request(good(logprobs=True)).params.logprobs == 0
+
+
+def test_what_a_body_says_of_logprobs_wins_over_the_command():
+    command = Defaults(SamplingParams(logprobs=5))
+    assert request(good(), command).params.logprobs == 5
+    assert request(good(top_logprobs=0), command).params.logprobs == 5
+    assert request(good(logprobs=False), command).params.logprobs is None
+    assert request(good(logprobs=True, top_logprobs=2), command).params.logprobs == 2
+
+
 @pytest.mark.parametrize(("opens", "goes_on"), [(True, True), (False, False), (False, None)])
 def test_an_answer_opens_a_turn_or_goes_on_with_one(opens: bool, goes_on: bool | None):
     found = refusal(good(add_generation_prompt=opens, continue_final_message=goes_on))
@@ -199,7 +218,14 @@ def test_an_answer_opens_a_turn_or_goes_on_with_one(opens: bool, goes_on: bool |
         (batch({"prompt": [[1], [2]]}, TEXT), "unsupported", "prompt"),
         (batch({"prompt": 5}, TEXT), "invalid_value", "prompt"),
         (batch({"prompt": "x", "best_of": 3}, TEXT), "unsupported", "best_of"),
-        (batch({"prompt": "x", "logprobs": 0}, TEXT), "unsupported", "logprobs"),
+        (batch({"prompt": "x", "logprobs": 21}, TEXT), "invalid_value", "logprobs"),
+        (batch({"prompt": "x", "logprobs": True}, TEXT), "invalid_value", "logprobs"),
+        (batch({"prompt": "x", "logprobs": 1, "top_logprobs": 1}, TEXT), "unsupported", "top_logprobs"),
+        (good(logprobs=1), "invalid_value", "logprobs"),
+        (good(logprobs=True, top_logprobs=21), "invalid_value", "top_logprobs"),
+        (good(logprobs=True, top_logprobs=-1), "invalid_value", "top_logprobs"),
+        (good(logprobs=False, top_logprobs=1), "invalid_value", "top_logprobs"),
+        (good(top_logprobs=1), "invalid_value", "top_logprobs"),
         (good(n=2), "invalid_value", "n"),
     ],
 )
@@ -235,6 +261,40 @@ STAMP = Stamp(model="plum", created=1_700_000_000)
 answers = completions(st.sampled_from(["chat", "completions"])).filter(lambda completion: completion.error is None)
 
 
+def says_the_same_of_a_chat(told: tuple[TokenLogprob, ...], found: ChoiceLogprobs) -> None:
+    def same(token: TokenLogprob, other: Any) -> bool:
+        return (list(token.token), token.logprob) == (other.bytes, other.logprob) and token.text == other.token
+
+    assert found.refusal is None and found.content is not None
+    for token, other in zip(told, found.content, strict=True):
+        assert same(token, other) and all(map(same, token.top, other.top_logprobs))
+        assert len(token.top) == len(other.top_logprobs)
+
+
+def says_the_same_of_a_text(told: tuple[TokenLogprob, ...], found: Logprobs) -> None:
+    assert found.tokens is not None and found.text_offset is not None and found.top_logprobs is not None
+    assert found.token_logprobs == [token.logprob for token in told]
+    assert list(map(spelled, found.tokens)) == [token.token for token in told]
+    before = [b"".join(token.token for token in told[:i]) for i in range(len(told))]
+    assert found.text_offset == [len(utf8(text)) for text in before]
+    for token, name, top in zip(told, found.tokens, found.top_logprobs, strict=True):
+        assert top[name] == token.logprob, "the chosen token is always there"
+        assert set(map(spelled, top)) == {token.token, *(other.token for other in token.top)}
+        assert all(top[other] in {t.logprob for t in (token, *token.top)} for other in top)
+
+
+def spelled(name: str) -> bytes:
+    """The bytes of a token as completions name it."""
+    if name.startswith("bytes:"):
+        return bytes(int(byte, 16) for byte in name.removeprefix("bytes:").split("\\x")[1:])
+    return name.encode()
+
+
+def utf8(data: bytes) -> str:
+    """Without a character that is not whole yet."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+
+
 @given(answers)
 def test_an_answer_is_read_back_by_openais_own_types(completion: Completion):
     line = json.loads(encode(completion))
@@ -257,6 +317,13 @@ def test_an_answer_is_read_back_by_openais_own_types(completion: Completion):
     assert thoughts == [choice.get("reasoning") for choice in own["choices"]]
     for name in ("index", "finish_reason", "stop_reason"):
         assert [getattr(choice, name) for choice in found.choices] == [choice[name] for choice in own["choices"]]
+    told = [choice.logprobs for choice in completion.choices]
+    assert [choice.logprobs is None for choice in found.choices] == [logprobs is None for logprobs in told]
+    for logprobs, choice in zip(told, found.choices, strict=True):
+        if logprobs is not None:
+            (says_the_same_of_a_chat if completion.api == "chat" else says_the_same_of_a_text)(
+                logprobs, choice.logprobs
+            )
     used = found.usage
     assert {"prompt_tokens": used.prompt_tokens, "completion_tokens": used.completion_tokens} == own["usage"]
     assert used.total_tokens == used.prompt_tokens + used.completion_tokens

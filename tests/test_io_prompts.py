@@ -151,6 +151,12 @@ def test_types_and_ranges_are_strict_and_the_error_names_the_field(name: str, wr
         ("stop_token_ids", [3, 2], (3, 2)),
         ("logit_bias", {"7": 100, "2": -0.5}, ((2, -0.5), (7, 100.0))),
         ("min_p", 0, 0.0),
+        ("presence_penalty", -2, -2.0),
+        ("frequency_penalty", 2, 2.0),
+        ("repetition_penalty", 1e-9, 1e-9),
+        ("logprobs", 0, 0),
+        ("logprobs", 20, 20),
+        ("logprobs", None, None),
         ("n", 1, 1),
     ],
 )
@@ -174,10 +180,6 @@ def test_an_unknown_field_is_named_with_the_nearest(line: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("name", "neutral", "asking"),
     [
-        ("presence_penalty", [0, 0.0], 0.5),
-        ("frequency_penalty", [0, 0.0], -1),
-        ("repetition_penalty", [1, 1.0], 1.8),
-        ("logprobs", [], 0),
         ("choice", [], ["a"]),
         ("json_schema", [], {}),
         ("regex", [], "a"),

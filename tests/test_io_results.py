@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from tinyvllm_cli.errors import OutputClosedError, TinyvllmError, UsageError
 from tinyvllm_cli.io import results
 from tinyvllm_cli.io.results import ResultWriter, encode, open_output
-from tinyvllm_cli.types import Choice, Completion, Failure, Stats, Usage
+from tinyvllm_cli.types import Choice, Completion, Failure, Stats, TokenLogprob, Usage
 
 STATS = Stats(queue_s=0.123456789, ttft_s=1.0, decode_s=1 / 3, e2e_s=4 / 3, tokens_per_s=2 / 3)
 
@@ -46,6 +47,18 @@ def test_a_thought_stands_before_how_the_answer_ended():
     assert list(line["choices"][0].items()) == [
         ("index", 0), ("text", "4"), ("reasoning", "2+2"), ("finish_reason", "length"), ("stop_reason", 30)
     ]  # fmt: skip
+
+
+def test_logprobs_stand_last_with_the_bytes_of_a_part_of_a_character():
+    top = (TokenLogprob(9, b" b", -0.25), TokenLogprob(4, b"\xe4\xb8", -1.5))
+    choice = Choice(0, "", (4,), "length", logprobs=(replace(top[1], top=top), TokenLogprob(2, b"</s>", -7.0)))
+    line = strict_json(encode(Completion(request_id=0, custom_id="a", choices=(choice,), usage=Usage(1, 2))))
+    assert list(line["choices"][0])[-1] == "logprobs"
+    others = [{"id": 9, "token": " b", "logprob": -0.25}, {"id": 4, "token": "\ufffd", "logprob": -1.5}]
+    assert line["choices"][0]["logprobs"] == [
+        {"id": 4, "token": "\ufffd", "bytes": [0xE4, 0xB8], "logprob": -1.5, "top": others},
+        {"id": 2, "token": "</s>", "bytes": list(b"</s>"), "logprob": -7.0, "top": []},
+    ]
 
 
 @pytest.mark.parametrize("field", [None, "top_p"])

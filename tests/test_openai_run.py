@@ -28,8 +28,15 @@ PAIRS: dict[str | int, tuple[dict[str, Any], str, dict[str, Any]]] = {
         CHAT,
         {"messages": MESSAGES, "stop": list("aeiou"), "ignore_eos": True, "logit_bias": {"105": 9}},
     ),
+    "told": (
+        {"messages": MESSAGES, **HOT, "logprobs": 3, "presence_penalty": 0.5},
+        CHAT,
+        {"messages": MESSAGES, **HOT, "logprobs": True, "top_logprobs": 3, "presence_penalty": 0.5},
+    ),
+    "text": ({"prompt": "One", "raw": True, **HOT, "logprobs": 3}, TEXT, {"prompt": "One", **HOT, "logprobs": 3}),
     "none": ({"messages": MESSAGES, "max_tokens": 0}, CHAT, {"messages": MESSAGES, "max_tokens": 0}),
 }
+TOLD = ["told", "text"]  # logprobs, whose last digits may be others in other company on a CPU
 OWN = [{"custom_id": custom_id, **own} for custom_id, (own, _, _) in PAIRS.items()]
 BATCH = [
     {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "another/model", "user": "me", **body}}
@@ -103,6 +110,24 @@ def test_the_answer_is_that_to_our_own_line(answers: tuple[Any, Any], custom_id:
     assert other["tinyvllm"]["stats"].keys() == own["stats"].keys()
 
 
+@pytest.mark.parametrize("custom_id", TOLD)
+def test_logprobs_are_those_of_our_own_line(answers: tuple[Any, Any], custom_id: str):
+    own, other = (found[custom_id] for found in answers)
+    wanted = own["choices"][0]["logprobs"]
+    found = other["response"]["body"]["choices"][0]["logprobs"]
+    if custom_id == "told":
+        numbers = [[token["logprob"], *(top["logprob"] for top in token["top_logprobs"])] for token in found["content"]]
+        assert [bytes(token["bytes"]) for token in found["content"]] == [bytes(token["bytes"]) for token in wanted]
+    else:
+        numbers = [
+            [number, *sorted(top.values(), reverse=True)[:3]]
+            for number, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True)
+        ]
+    assert len(numbers) == len(wanted) == own["usage"]["completion_tokens"]
+    for token, tops in zip(wanted, numbers, strict=True):
+        assert tops == pytest.approx([token["logprob"], *(top["logprob"] for top in token["top"])], abs=1e-4)
+
+
 def test_there_is_something_to_compare(answers: tuple[Any, Any]):
     found = {custom_id: choices(answer) for custom_id, answer in answers[0].items()}
     assert all(text for custom_id in ("greedy", "hot", 17, "17") for text, *_ in found[custom_id])
@@ -140,7 +165,7 @@ def test_an_error_names_the_parameter_of_the_body(answers: tuple[Any, Any], cust
 
 
 def test_files_may_mix_both_kinds(answers: tuple[Any, Any], chat: Path, tmp_path: Path):
-    mixed = [*BAD, *OWN[1::2], *BATCH[::2]]
+    mixed = [line for line in (*BAD, *OWN[1::2], *BATCH[::2]) if line["custom_id"] not in TOLD]
     found = run(tmp_path, chat, [{"prompt": 5}, *mixed], code=3)
     wanted = {line["custom_id"]: answers["body" in line][line["custom_id"]] for line in mixed}
     assert {i: timeless(found[i]) for i in wanted} == {i: timeless(answer) for i, answer in wanted.items()}

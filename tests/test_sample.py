@@ -4,15 +4,19 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import draw_laws
+import draw_statistics
 import numpy as np
 import pytest
+from draw_statistics import cpu_draws, one_by_one, probabilities
+from draws import cpu_draw
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinyvllm_cli.backends.cpu.logprobs import log_softmax
 from tinyvllm_cli.backends.cpu.sample import (
     gumbel,
     gumbel_from_words,
-    logprob,
     sample,
     sample_row,
     sample_rows,
@@ -44,25 +48,6 @@ def words(text):
 
 def random_rows(rows, size, seed=0):
     return np.random.default_rng(seed).normal(0, 2, (rows, size)).astype(np.float32)
-
-
-def probabilities(logits, options):
-    """What a draw must follow, by brute force in float64: sort, then walk down the list."""
-    scaled = [float(x) / options.temperature for x in logits]
-    weight = [math.exp(x - max(scaled)) for x in scaled]
-    order = sorted(range(len(scaled)), key=lambda i: (-float(logits[i]), i))
-    if options.top_k:
-        order = order[: options.top_k]
-    total, mass, kept = sum(weight[i] for i in order), 0.0, []
-    for i in order:
-        if mass >= options.top_p * total:
-            break
-        kept.append(i)
-        mass += weight[i]
-    kept = [i for i in kept if weight[i] >= options.min_p * weight[kept[0]]]
-    exact = np.zeros(len(scaled))
-    exact[kept] = [weight[i] for i in kept]
-    return exact / exact.sum()
 
 
 @pytest.mark.parametrize(("counter", "key", "output"), KNOWN_ANSWERS)
@@ -105,18 +90,17 @@ def test_noise_has_the_gumbel_distribution():
     assert np.mean(noise > 8) == pytest.approx(-math.expm1(-math.exp(-8)), rel=0.2)
 
 
-@pytest.mark.parametrize("options", FILTERS, ids=str)
-def test_draws_follow_the_probabilities(options):
-    logits = random_rows(1, 12, seed=4)[0]
-    expected = probabilities(logits, options)
-    draws = 4000
-    tokens = [sample_row(logits, replace(options, seed=i % 8), i // 8, 12) for i in range(draws)]
-    counts = np.bincount(tokens, minlength=12)
-    assert not counts[expected == 0].any()
-    kept = expected > 0
-    chi_square = ((counts - draws * expected)[kept] ** 2 / (draws * expected[kept])).sum()
-    freedom = kept.sum() - 1
-    assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
+@pytest.mark.parametrize("number", range(len(draw_statistics.SETTINGS)))
+def test_draws_follow_the_probabilities(number):
+    draw_statistics.assert_probable(draw_statistics.draw_many(cpu_draws, number, seeds=100), number)
+
+
+@pytest.mark.parametrize("setting", draw_statistics.SETTINGS, ids=str)
+def test_many_draws_at_once_are_those_of_the_rows(setting):
+    logits = random_rows(1, 26, seed=4)[0]
+    positions = len(setting.history) + np.arange(20, dtype=np.int32)
+    found = cpu_draws(logits, setting, [0, 3, 2**64 - 1], positions, 23)
+    assert found.tolist() == one_by_one(cpu_draw)(logits, setting, [0, 3, 2**64 - 1], positions, 23).tolist()
 
 
 @given(
@@ -261,7 +245,7 @@ def test_a_logprob_is_the_log_softmax(logits, data):
     row, token_id = np.array(logits, np.float32), data.draw(st.integers(0, len(logits) - 1))
     shifted = row.astype(np.float64) - row.max()
     exact = shifted[token_id] - math.log(np.exp(shifted).sum())
-    found = logprob(row, token_id)
+    found = log_softmax(row)[token_id]
     assert found <= 0
     assert found == pytest.approx(exact, rel=1e-6, abs=1e-6) or (
         exact < np.finfo(np.float32).min and found == -math.inf
@@ -281,8 +265,11 @@ def test_logprobs_are_of_the_raw_logits_and_for_those_who_ask():
     slots = Slots(len(options), 40)
     slots.options = [replace(option, stop_ids=(1,), min_position=30) for option in options]
     order = np.arange(len(options), dtype=np.int32)
-    rows = SimpleNamespace(positions=order + 1, logits_indices=order, sample_slots=order)
-    token_ids, logprobs = sample(None, logits, rows, slots, num_ids=50)
+    rows = SimpleNamespace(
+        positions=order + 1, logits_indices=order, sample_slots=order, targets=None, mask_rows=None, top_logprobs=0
+    )
+    output = sample(None, logits, rows, slots, num_ids=50)
+    token_ids, logprobs = output.token_ids[0], output.logprobs[0]
     assert token_ids.tolist() == sample_rows(logits, slots.options, rows.positions + 1, 50).tolist()
     assert logprobs.dtype == np.float32 and logprobs.shape == token_ids.shape
     asked = np.array([option.logprobs for option in options]) & (token_ids >= 0)
@@ -291,3 +278,12 @@ def test_logprobs_are_of_the_raw_logits_and_for_those_who_ask():
     raw = logits[asked].astype(np.float64)
     exact = raw - np.log(np.exp(raw).sum(axis=1, keepdims=True))
     assert logprobs[asked] == pytest.approx(exact[np.arange(4), token_ids[asked]], rel=1e-5)
+
+
+# ---------------------------------------------------------------- penalties, masks, targets, likeliest ids
+
+
+@pytest.mark.parametrize(("vocab", "num_ids"), [(40, 40), (320, 264), (9001, 9000)])
+@pytest.mark.parametrize("law", draw_laws.LAWS, ids=lambda law: law.__name__)
+def test_laws_of_a_draw(law, vocab, num_ids):
+    law(cpu_draw, vocab, num_ids)

@@ -2,9 +2,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from tinyvllm_cli.engine.sampling import request_seed, sample_options, sample_seed, slot_options
+from tinyvllm_cli.engine.sampling import (
+    canonical_json,
+    canonical_request,
+    request_seed,
+    sample_options,
+    sample_seed,
+    slot_options,
+)
 from tinyvllm_cli.types import Message, Request, SamplingParams
 
 PLAIN = Request(request_id=0, custom_id="line-1", line=1, has_own_id=False, prompt="Hi")
@@ -52,7 +60,8 @@ def test_samples_differ_by_their_seeds_alone():
     assert {replace(sample, seed=0) for sample in samples} == {replace(options, seed=0)}
 
 
-def test_how_many_answers_there_are_changes_no_seed():
+def test_how_many_answers_there_are_and_what_is_told_of_them_changes_no_seed():
+    assert request_seed(replace(PLAIN, params=SamplingParams(logprobs=0)), 0) == request_seed(PLAIN, 0)
     assert request_seed(replace(PLAIN, params=SamplingParams(n=3)), 0) == request_seed(PLAIN, 0)
 
 
@@ -76,6 +85,7 @@ def test_without_an_id_the_seed_depends_on_what_determines_the_answer():
         replace(PLAIN, continue_final_message=True),
         replace(PLAIN, chat_template_kwargs={"a": 1, "b": 2}),
         replace(PLAIN, params=SamplingParams(max_tokens=3)),
+        replace(PLAIN, params=SamplingParams(presence_penalty=1.0)),
         replace(PLAIN, params=SamplingParams(logit_bias=((3, 1.0),))),
         replace(PLAIN, prompt=None, prompt_token_ids=(1, 2)),
         replace(PLAIN, prompt=None, messages=(Message("user", "Hi"),)),
@@ -112,5 +122,37 @@ def test_an_ignored_eos_is_no_stop():
 
 def test_options_are_the_requests_params():
     values = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 4, "logit_bias": ((3, -1.0),)}
+    values |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5}
     options = slot_options(replace(PLAIN, params=SamplingParams(**values)), 5, run_seed=0, eos_token_ids=())
     assert {name: getattr(options, name) for name in values} == values
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 20])
+def test_logprobs_are_asked_for_by_any_number(logprobs):
+    params = SamplingParams(logprobs=logprobs)
+    options = slot_options(replace(PLAIN, params=params), 5, run_seed=0, eos_token_ids=())
+    assert options.logprobs is (logprobs is not None)
+
+
+def test_the_output_starts_behind_the_prompt():
+    assert slot_options(PLAIN, 5, run_seed=0, eos_token_ids=()).output_start == 5
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-30, 1.8, 1e30, 1.7e308])
+def test_a_repetition_penalty_leaves_every_logit_a_float32(penalty):
+    """For a logit below 3e8, which is more than any model's."""
+    params = SamplingParams(repetition_penalty=penalty)
+    found = np.float32(slot_options(replace(PLAIN, params=params), 5, run_seed=0, eos_token_ids=()).repetition_penalty)
+    assert found == np.float32(min(max(penalty, 1e-30), 1e30))
+    logits = np.float32([3e8, 1e-8, -1e-8, -3e8])
+    with np.errstate(over="raise", divide="raise", invalid="raise"):
+        assert np.isfinite([logits / found, logits * found]).all()
+
+
+def test_requests_that_use_no_new_field_have_the_seeds_and_fingerprints_that_they_had():
+    """What is hashed holds no field at its default: these are the bytes of before there were penalties."""
+    request = replace(PLAIN, params=SamplingParams(max_tokens=3, temperature=0.5))
+    assert canonical_json(canonical_request(request)) == (
+        b'{"chat_template_kwargs":{},"continue_final_message":false,"messages":null,'
+        b'"params":{"max_tokens":3,"temperature":0.5},"prompt":"Hi","prompt_token_ids":null,"raw":false}'
+    )

@@ -86,8 +86,8 @@ def test_a_decode_step_is_one_upload_one_graph_and_one_copy_back(running: Runnin
     outside = Counter(running.backend._device.kernels.counts)
     running.engine.step()
     assert running.backend._device.kernels.counts == outside, "all launches are in the graph"
-    # Of each row 8 numbers and 10 words of options, and an item of attention, which has 4.
-    assert uploaded == pytest.approx(4 * SLOTS * (8 + 10 + 4), abs=CLOSE)
+    # Of each row 8 numbers and 18 words of options, and an item of attention, which has 4.
+    assert uploaded == pytest.approx(4 * SLOTS * (8 + 18 + 4), abs=CLOSE)
 
 
 def test_a_decode_step_launches_few_kernels(running: Running):

@@ -184,6 +184,12 @@ def test_a_prompt_without_tokens_is_refused(tmp_path, fields, field):
     assert refusal(TextCodec(load_tokenizer(folder), None), request(**fields)) == ("empty_prompt", field)
 
 
+@pytest.mark.parametrize("text", ["no", "é ü", "一<|im_end|>二", "</s>"])
+def test_the_bytes_of_ids_joined_are_those_of_their_text_control_words_too(codec, text):
+    ids = codec.tokenizer.encode(text, add_bos=False)
+    assert b"".join(map(codec.token_bytes, ids)) == text.encode()
+
+
 def test_bos_alone_is_a_prompt(bare):
     assert bare.encode(request(prompt="")) == [BOS_ID]
 

@@ -1,21 +1,22 @@
-"""The loop of `tinyvllm run`: feeds an engine and writes each answer the moment it is there."""
+"""The loop over the lines of a file: feeds an engine and writes each answer the moment it is there."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
-from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.engine.stats import EngineStats
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.io.feed import Feed
 from tinyvllm_cli.io.ordered import Order
 from tinyvllm_cli.io.progress import Display
 from tinyvllm_cli.io.record import RunRecord
 from tinyvllm_cli.io.results import ResultWriter
-from tinyvllm_cli.io.summary import Progress, Summary, Tally, percentile, place
+from tinyvllm_cli.io.summary import Progress, Summary, Tally, place
 from tinyvllm_cli.said import warn
-from tinyvllm_cli.types import Completion, Failure, Request
+from tinyvllm_cli.types import Completion, Event, Failure, Request
 
 WAIT_S = 1.0  # for a line while there is nothing else to do; then progress and record are looked at again
 
@@ -27,26 +28,46 @@ FILL_SIZE = 200_000  # characters or ids to tokenize
 Hold = Callable[[], AbstractContextManager[object]]
 
 
+class Answering(Protocol):
+    """An Engine, or another that ends each request with a Completion (engine/engine.py says what its methods do)."""
+
+    stats: EngineStats
+
+    @property
+    def idle(self) -> bool: ...
+
+    @property
+    def wants_more(self) -> bool: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def step(self) -> list[Event]: ...
+
+    def fail_running(self, message: str) -> list[Completion]: ...
+
+
 class Job:
     """One run over one input. `hold` is a context in which a signal waits, so that no finished answer is lost."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Answering,
         feed: Feed,
         writer: ResultWriter,
         *,
         display: Display,
         record: RunRecord,
+        tally: Tally | None = None,
         total: int | None = None,
         order: Order | None = None,
         tell_failures: bool = False,
         hold: Hold = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """total: requests in the input, None where it is a pipe. order: where answers leave in that of the input.
-        tell_failures: an output line cannot say why there is no answer."""
-        self.tally = Tally()
+        """tally: counts what is finished; None: a plain one. total: requests in the input, None where it is a pipe.
+        order: where answers leave in that of the input. tell_failures: an output line cannot say why there is no
+        answer."""
+        self.tally = Tally() if tally is None else tally
         self._engine = engine
         self._feed = feed
         self._writer = writer
@@ -81,35 +102,8 @@ class Job:
 
     def result(self, *, load_s: float, num_blocks: int) -> tuple[Progress, Summary]:
         """What the run has come to, without the answers that have no end; block 0 of num_blocks belongs to nobody."""
-        tally, stats = self.tally, self._engine.stats
-        progress = self._progress(tally.completion_tokens)
-        summary = Summary(
-            ok=tally.ok,
-            failed=tally.failed,
-            cut=tally.cut,
-            prompt_tokens=tally.prompt_tokens,
-            completion_tokens=tally.completion_tokens,
-            tokens_per_s=progress.tokens_per_s,
-            ttft_p50_s=percentile(tally.ttft_s, 50),
-            ttft_p99_s=percentile(tally.ttft_s, 99),
-            e2e_p50_s=percentile(tally.e2e_s, 50),
-            e2e_p99_s=percentile(tally.e2e_s, 99),
-            mean_slots_busy=stats.mean_slots_busy,
-            num_blocks=num_blocks - 1,
-            peak_blocks=stats.peak_blocks,
-            mean_blocks=stats.mean_blocks,
-            peak_shared_blocks=stats.peak_shared_blocks,
-            unwritten_share=stats.unwritten_share,
-            cached_tokens=stats.cached_tokens,
-            hit_rate=stats.hit_rate,
-            preemptions=stats.preemptions,
-            evictions=stats.evictions,
-            load_s=load_s,
-            wall_s=progress.elapsed_s,
-            failures=dict(tally.failures),
-            first_failure=tally.first_failure,
-        )
-        return progress, summary
+        progress = self._progress(self.tally.completion_tokens)
+        return progress, self.tally.summary(progress, self._engine.stats, load_s=load_s, num_blocks=num_blocks)
 
     def _progress(self, made_tokens: int) -> Progress:
         return Progress(
@@ -181,6 +175,7 @@ class Job:
 
 
 def _size(request: Request) -> int:
-    """Characters or ids of a prompt."""
+    """Characters or ids to tokenize: a context with each of its continuations."""
+    prompt = len(request.prompt or "") + len(request.prompt_token_ids or ())
     messages = sum(len(message.content) for message in request.messages or ())
-    return len(request.prompt or "") + len(request.prompt_token_ids or ()) + messages
+    return prompt + messages + sum(prompt + len(continuation) for continuation in request.continuations or ())

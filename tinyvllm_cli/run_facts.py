@@ -60,11 +60,10 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def model_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
-    """What the model adds to the record: what is in force, with the answer fields of a line that has none."""
-    checkpoint, template = loaded.checkpoint, loaded.codec.template
-    limits, device = loaded.backend.limits, loaded.backend.facts
-    facts: dict[str, Any] = {
+def model_facts(loaded: LoadedModel) -> dict[str, Any]:
+    """What the model adds to the record."""
+    checkpoint = loaded.checkpoint
+    return {
         "model": {
             "name": loaded.files.name,
             "path": str(loaded.files.path),
@@ -74,12 +73,16 @@ def model_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
             "format": checkpoint.format,
             "quantization": checkpoint.quantization,
         },
-        "backend": backend_facts(device),
+        "backend": backend_facts(loaded.backend.facts),
         "engine": asdict(loaded.config),
-        "limits": asdict(limits),
-        "answers": asdict(defaults.params),
-        "chat_template": None,
+        "limits": asdict(loaded.backend.limits),
     }
+
+
+def answer_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
+    """How prompts are given and answered where a line says nothing else, for the record."""
+    template = loaded.codec.template
+    facts: dict[str, Any] = {"answers": asdict(defaults.params), "chat_template": None}
     if template is not None:
         facts["chat_template"] = {
             "in_force": not defaults.raw,
@@ -111,9 +114,13 @@ def kv_note(kv_dtype: KVDtypeName) -> str:
 
 
 def prompts_line(loaded: LoadedModel, source: Source, scan: Scan | None, *, raw: bool) -> str:
-    requests = "" if scan is None else f", {scan.requests} request{'s' * (scan.requests != 1)}"
     how = "prompts are given as they are (--raw)" if raw else loaded.codec.describe_prompts()
-    return f"prompts: {source.name}{requests}; {how}"
+    return f"prompts: {input_name(source, scan)}; {how}"
+
+
+def input_name(source: Source, scan: Scan | None) -> str:
+    """With the number of its requests, where that is known."""
+    return source.name if scan is None else f"{source.name}, {scan.requests} request{'s' * (scan.requests != 1)}"
 
 
 def answers_line(loaded: LoadedModel, output: str, params: SamplingParams, *, seed: int, model_sampling: bool) -> str:

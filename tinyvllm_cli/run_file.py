@@ -1,339 +1,110 @@
-"""`tinyvllm run` from its options to its exit code: cheap checks first, then the model, then the job."""
+"""`tinyvllm run`: what it does with the lines of a file (file_work.py is the way there)."""
 
 from __future__ import annotations
 
-import os
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import closing, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm_cli.engine.fingerprint import Fingerprints
-from tinyvllm_cli.errors import (
-    EXIT_OK,
-    EXIT_SOME_FAILED,
-    DeviceError,
-    OutputClosedError,
-    TinyvllmError,
-    UsageError,
-)
-from tinyvllm_cli.io.feed import FileFeed, PipeFeed
-from tinyvllm_cli.io.input import Input, look_at
+from tinyvllm_cli.engine.fingerprint import Answerer, Fingerprints
+from tinyvllm_cli.file_work import work_through
+from tinyvllm_cli.io.input import Input
 from tinyvllm_cli.io.openai_answers import Stamp
 from tinyvllm_cli.io.openai_lines import note_model
-from tinyvllm_cli.io.ordered import Order
-from tinyvllm_cli.io.progress import Display, make_display
 from tinyvllm_cli.io.prompts import Defaults, Item
-from tinyvllm_cli.io.record import RunRecord, State, check_record_path, read_record
-from tinyvllm_cli.io.results import Encode, ResultWriter, encoder, open_output
-from tinyvllm_cli.io.resume import Earlier, Resume, read_earlier, stamped
-from tinyvllm_cli.io.rows import read_rows
+from tinyvllm_cli.io.results import Encode, encoder
+from tinyvllm_cli.io.resume import stamped
+from tinyvllm_cli.io.rows import Rows, read_rows
 from tinyvllm_cli.io.settings import read_text_option
-from tinyvllm_cli.io.shard import read_shard
 from tinyvllm_cli.io.source import open_source
-from tinyvllm_cli.io.summary import Progress, Tally
+from tinyvllm_cli.io.summary import Tally
 from tinyvllm_cli.io.text_answers import encode_text
-from tinyvllm_cli.job import Hold, Job
-from tinyvllm_cli.run_facts import answers_line, model_facts, model_line, prompts_line, run_facts
+from tinyvllm_cli.job import Answering, Hold
+from tinyvllm_cli.run_facts import answer_facts, answers_line, model_facts, prompts_line
 from tinyvllm_cli.run_options import RunOptions
-from tinyvllm_cli.run_resume import answerer, differences, frozen_date, resume_command
-from tinyvllm_cli.said import warn
-from tinyvllm_cli.types import Request
+from tinyvllm_cli.run_resume import answerer
 
 if TYPE_CHECKING:
-    from tinyvllm_cli.load import LoadedModel, Prepared
+    from tinyvllm_cli.load import LoadedModel, Prepared, TextSide
+    from tinyvllm_cli.model.checkpoint import Checkpoint
 
-
-TABLES = {".csv", ".tsv", ".txt", ".parquet"}  # what an output is not
+# Options on which answers depend.
+TELLING = (
+    "model", "revision", "dtype", "kv_dtype", "max_model_len", "template", "raw", "truncate", "n", "max_tokens",
+    "temperature", "stop", "seed", "set", "model_sampling",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
-    """A run whose cheap checks have passed: all that is known before there is a model."""
+class RunWork:
+    """Every line gets an answer (work.Work)."""
 
     options: RunOptions
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]  # of RunOptions.settings()
     system: str | None
-    input: Input
-    writer: ResultWriter
-    earlier: Earlier | None  # what is there to be resumed
-    record_path: Path | None
-    record: dict[str, Any] | None  # of the earlier run
-    facts: dict[str, Any]  # for the record
-    command: list[str]
-    display: Display
+    rows: Rows | None
+    tally: Tally = field(default_factory=Tally)
+    telling: tuple[str, ...] = TELLING
 
     @property
-    def how_to_go_on(self) -> str:
-        """The end of a message about a run that did not finish."""
-        resumable = self.writer.is_file and self.options.format == "jsonl"
-        return f"; go on with: {resume_command(self.command)}" if resumable else ""
+    def seed(self) -> int:
+        return self.options.seed
 
+    def dry_run(self, input: Input) -> int:
+        from tinyvllm_cli.dry_run import dry_run
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A run whose model is known but for its weights: which requests are to be answered, and how."""
+        return dry_run(self.options, self.settings, input, self.system)
 
-    prepared: Prepared
-    defaults: Defaults
-    items: Iterator[Item]
-    resume: Resume | None
-    encode: Encode
-    facts: dict[str, Any]  # for the record
-    total: int | None  # requests to answer; None: the input is a pipe
+    def answerer(self, prepared: Prepared, date: datetime) -> Answerer:
+        template = prepared.text.codec.template
+        asked = date.isoformat() if template is not None and template.asks_date else None
+        return answerer(prepared, system=self.system, seed=self.seed, date=asked)
+
+    def requests(
+        self, input: Input, text: TextSide, answers: Answerer, wanted: Callable[[int], bool] | None = None
+    ) -> Iterator[Item]:
+        items = input.requests(self._defaults(text.checkpoint), text.codec, wanted)
+        return stamped(items, Fingerprints(answers))
+
+    def encoder(self, model: str, date: datetime) -> Encode:
+        return encode_text if self.options.format == "text" else encoder(Stamp(model, int(date.timestamp())))
+
+    def engine(self, loaded: LoadedModel) -> Answering:
+        return loaded.engine
+
+    def noted(self, items: Iterator[Item], model: str, say: Callable[[str], None]) -> Iterator[Item]:
+        return note_model(items, model, say)
+
+    def start_lines(self, loaded: LoadedModel, input: Input, output: str) -> list[str]:
+        options, params = self.options, self._defaults(loaded.checkpoint).params
+        return [
+            prompts_line(loaded, input.source, input.scan, raw=options.raw),
+            answers_line(loaded, output, params, seed=options.seed, model_sampling=options.model_sampling),
+        ]
+
+    def facts(self, loaded: LoadedModel) -> dict[str, Any]:
+        return model_facts(loaded) | answer_facts(loaded, self._defaults(loaded.checkpoint))
+
+    def _defaults(self, checkpoint: Checkpoint) -> Defaults:
+        return self.options.defaults(self.settings, checkpoint)
 
 
 def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[str], hold: Hold = nullcontext) -> int:
     """Answer every line of a file; the exit code. TinyvllmError where the run cannot start or finish.
 
-    origins: where each option came from; command: the command line. Both are for the record. hold: see Job.
+    Arguments as of work_through().
     """
     options.check()
-    settings, shard = options.settings(), read_shard(options.shard)
+    settings = options.settings()
     texts = {"--system": read_text_option("--system", options.system)}
     texts["--template"] = read_text_option("--template", options.template)
+    used = {f"{name} file": text.status for name, text in texts.items() if text is not None and text.status}
     system = None if texts["--system"] is None else texts["--system"].text
     source = open_source(options.input)
-    files = {f"{name} file": text.status for name, text in texts.items() if text is not None and text.status}
-    used = {"input": source.status, **files}
     # A pipe stays open: closing it would wait for the thread that reads it.
     with closing(source.stream) if source.regular else nullcontext():
         rows = read_rows(source, texts["--template"], options.id, options.keep, raw=options.raw)
-        input = look_at(source, rows, limit=options.limit, shard=shard)
-        if options.dry_run:
-            from tinyvllm_cli.dry_run import dry_run
-
-            return dry_run(options, settings, input, system)
-        with open_output(options.output, existing=options.existing, used=used) as writer:
-            _refuse_model_file(writer, Path(options.model))
-            record_path = _record_path(options, writer, used)
-            run = _Checked(
-                options=options,
-                settings=settings,
-                system=system,
-                input=input,
-                writer=writer,
-                earlier=_read_earlier(options, writer),
-                record_path=record_path,
-                record=read_record(record_path) if options.resume else None,
-                facts=run_facts(command, asdict(options), origins, source, input.scan),
-                command=command,
-                display=make_display(quiet=options.quiet, answers_on_terminal=writer.is_terminal),
-            )
-            return _run(run, hold)
-
-
-def _run(run: _Checked, hold: Hold) -> int:
-    if Path(run.options.output).suffix.lower() in TABLES and run.options.format == "jsonl":
-        run.display.say(f"note: {run.writer.name} will hold JSON lines; docs/batch-files.md makes a table of them")
-    if run.input.scan is not None and run.input.scan.requests == 0:
-        return _no_requests(run)
-    date = frozen_date(run.record)
-    with closing(_prepare(run, date)) as prepared:
-        _refuse_model_file(run.writer, prepared.text.files.path)
-        ready = _compare(run, prepared, date)
-        resume = ready.resume
-        if resume is not None and run.input.scan is not None and not resume.requests:
-            return _nothing_to_answer(run, ready)
-        from tinyvllm_cli.load import load
-
-        with closing(load(prepared)) as loaded:
-            return _answer(run, ready, loaded, hold)
-
-
-def _no_requests(run: _Checked) -> int:
-    if run.earlier is None:
-        run.writer.begin()
-        nothing = Progress(
-            done=0, failed=0, total=0, prompt_tokens=0, completion_tokens=0, made_tokens=0, elapsed_s=0.0
-        )
-        RunRecord(run.record_path, run.facts, warn=warn).write("finished", nothing.as_json())
-    scope = run.options.scope.removeprefix("this input")
-    run.display.say(f"{run.input.source.name}{scope} holds no requests: nothing to do")
-    return EXIT_OK
-
-
-def _nothing_to_answer(run: _Checked, ready: _Ready) -> int:
-    """Every request that can be read has its answer: no model is needed, and the record of the run that did it stays.
-
-    Lines that cannot be read get their error again.
-    """
-    tally = Tally()
-    _begin(run.writer, ready)
-    for item in ready.items:
-        assert not isinstance(item, Request), "what can be read has been answered"
-        run.writer.write(item)
-        tally.add(item)
-    kept = 0 if ready.resume is None else ready.resume.kept
-    run.display.say(f"nothing to do: {kept} requests of {run.input.source.name} are answered in {run.writer.name}")
-    return _exit_code(tally, quiet=False)
-
-
-def _read_earlier(options: RunOptions, writer: ResultWriter) -> Earlier | None:
-    if not options.resume or not writer.status.st_size:
-        return None
-    with writer.read() as stream:
-        return read_earlier(stream, writer.name)
-
-
-def _refuse_model_file(writer: ResultWriter, model: Path) -> None:
-    """The weights are read where they lie on disk: to write over them would end this process, and the model."""
-    with suppress(OSError):  # what cannot be looked at is not loaded either
-        for file in model.iterdir() if (model / "config.json").is_file() else [model]:
-            if file.is_file() and os.path.samestat(file.stat(), writer.status):
-                raise UsageError(f"the output {writer.name} is a file of the model {model}: give a place outside of it")
-
-
-def _compare(run: _Checked, prepared: Prepared, date: datetime) -> _Ready:
-    """Which requests have no answer yet. UsageError where one has been answered as another."""
-    input, codec = run.input, prepared.text.codec
-    defaults = run.options.defaults(run.settings, prepared.text.checkpoint)
-    answers = answerer(prepared, run.system, run.options.seed, date)
-    fingerprints = Fingerprints(answers)
-    total = None if input.scan is None else input.scan.requests
-    resume = None
-    items = stamped(input.requests(defaults, codec), fingerprints)
-    if run.earlier is not None:
-        differs = differences(run.record, asdict(run.options), answers)
-        resume = Resume(run.earlier, differs, run.options.scope)
-        if input.scan is None:
-            items = filter(resume.wants, items)
-        else:
-            wanted = resume.compare(items, input.scan.lines)
-            total = int(wanted.sum())
-            items = stamped(input.requests(defaults, codec, lambda index: bool(wanted[index])), fingerprints)
-        run.display.say(resume.line())
-    stamp = Stamp(prepared.text.files.name, int(date.timestamp()))
-    return _Ready(
-        prepared=prepared,
-        defaults=defaults,
-        items=items,
-        resume=resume,
-        encode=encode_text if run.options.format == "text" else encoder(stamp),
-        facts={
-            "answerer": asdict(answers),
-            "frozen_date": date.isoformat(),
-            "kept": 0 if resume is None else resume.kept,
-        },
-        total=total,
-    )
-
-
-def _begin(writer: ResultWriter, ready: _Ready) -> None:
-    """Make the output ready for the lines to come; failed lines that come again go, all others stay."""
-    resume = ready.resume
-    if resume is None:
-        writer.begin(ready.encode)
-        return
-    dropped, end = resume.dropped(), resume.earlier.end
-    if dropped.any():
-        with writer.read() as stream:
-            end = writer.replace(resume.earlier.without(stream, dropped))
-    writer.resume(end, ready.encode)
-
-
-def _answer(run: _Checked, ready: _Ready, loaded: LoadedModel, hold: Hold) -> int:
-    options, source, writer, display = run.options, run.input.source, run.writer, run.display
-    display.say(model_line(loaded))
-    display.say(prompts_line(loaded, source, run.input.scan, raw=options.raw))
-    params = ready.defaults.params
-    display.say(answers_line(loaded, writer.name, params, seed=options.seed, model_sampling=options.model_sampling))
-    facts = run.facts | model_facts(loaded, ready.defaults) | ready.facts
-    record = RunRecord(run.record_path, facts, warn=warn)
-    items = note_model(ready.items, loaded.files.name, display.say)
-    job = Job(
-        loaded.engine,
-        FileFeed(items) if source.regular else PipeFeed(items),
-        writer,
-        display=display,
-        record=record,
-        total=ready.total,
-        order=Order() if options.in_order else None,
-        tell_failures=options.format == "text",
-        hold=hold,
-    )
-    _begin(writer, ready)
-    try:
-        _run_recorded(job, loaded, record, run)
-    except DeviceError as error:
-        kept = f"; every finished answer was written to {writer.name}{run.how_to_go_on}"
-        raise DeviceError(f"the GPU failed under way: {error}{kept}") from error
-    except (OutputClosedError, UsageError):
-        raise
-    except TinyvllmError as error:
-        raise TinyvllmError(f"{error}{run.how_to_go_on}") from error
-    if source.twice and source.changed():
-        read = f"{job.tally.done} of the {ready.total} requests that it held were read"
-        warn(f"warning: {source.name} has changed since the run began; {read}")
-    return _exit_code(job.tally, quiet=not options.quiet)  # the summary has said it
-
-
-def _exit_code(tally: Tally, *, quiet: bool) -> int:
-    if not tally.failed:
-        return EXIT_OK
-    if not quiet:
-        warn(f"error: {tally.failed} of {tally.done} requests failed, the first in {tally.first_failure}")
-    return EXIT_SOME_FAILED
-
-
-def _record_path(options: RunOptions, writer: ResultWriter, used: Mapping[str, os.stat_result]) -> Path | None:
-    """--record, else beside an output that is a file."""
-    if options.record is None and not writer.is_file:
-        return None
-    name = f"{options.output}.run.json" if options.record is None else options.record
-    return check_record_path(Path(name), {**used, "output": writer.status})
-
-
-def _prepare(run: _Checked, date: datetime) -> Prepared:
-    from tinyvllm_cli.load import prepare
-
-    options = run.options
-    return prepare(
-        options.model,
-        revision=options.revision,
-        backend=options.backend,
-        config=options.engine_options(seed=options.seed),
-        system=run.system,
-        now=date.replace(tzinfo=None),
-        report=run.display.say,
-        progress=not options.quiet,
-    )
-
-
-def _run_recorded(job: Job, loaded: LoadedModel, record: RunRecord, run: _Checked) -> None:
-    """Run the job; whatever ends it, the record and the summary say how far it came."""
-    display = run.display
-
-    def end(state: State, go_on: str = "", *, say: bool = True) -> None:
-        display.close()
-        progress, summary = job.result(load_s=loaded.load_s, num_blocks=loaded.backend.limits.num_blocks)
-        record.write(state, progress.as_json(), summary.as_json())
-        if say and state != "finished":
-            left = "" if progress.total is None else f", {progress.total - progress.done} requests are left"
-            display.say(f"{state} before the end; the finished answers are kept{left}{go_on}")
-        for line in summary.lines() if say else ():
-            display.say(line)
-
-    record.write("running", job.progress().as_json())
-    try:
-        job.run()
-        run.writer.check()
-    except OutputClosedError:
-        end("stopped", say=False)
-        raise
-    except TinyvllmError:  # its own message says how to go on
-        end("failed")
-        raise
-    except Exception:
-        record.add_traceback(traceback.format_exc())
-        end("failed", run.how_to_go_on)
-        raise
-    except BaseException:  # a signal
-        with suppress(TinyvllmError):
-            job.write_rest()
-        end("stopped", run.how_to_go_on)
-        raise
-    end("finished")
+        work = RunWork(options, settings, system, rows)
+        return work_through(work, source, used=used, origins=origins, command=command, hold=hold)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyvllm_cli.errors import UsageError
+from tinyvllm_cli.file_options import FileOptions
 from tinyvllm_cli.io.prompts import Defaults
-from tinyvllm_cli.io.results import Existing
 from tinyvllm_cli.io.settings import line_defaults, read_settings
-from tinyvllm_cli.machine_options import MachineOptions
 
 if TYPE_CHECKING:
     from tinyvllm_cli.model.checkpoint import Checkpoint
@@ -19,12 +18,9 @@ Format = Literal["jsonl", "text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(MachineOptions):
+class RunOptions(FileOptions):
     """None: not given."""
 
-    input: str
-    model: str
-    revision: str | None = None
     template: str | None = None
     system: str | None = None
     raw: bool = False
@@ -38,27 +34,15 @@ class RunOptions(MachineOptions):
     seed: int = 0
     set: tuple[str, ...] = ()
     model_sampling: bool = False
-    output: str = "-"
-    resume: bool = False
-    overwrite: bool = False
-    ordered: bool = False
     format: Format = "jsonl"
-    record: str | None = None
-    quiet: bool = False
-    limit: int | None = None
-    shard: str | None = None
-    dry_run: bool = False
 
     def check(self) -> None:
         """UsageError where two of them exclude each other."""
         if self.raw and self.system is not None:
             raise UsageError("--system needs the chat template that --raw turns off: give one of them")
-        if self.resume and self.overwrite:
-            raise UsageError("--resume keeps the answers that are there and --overwrite does not: give one of them")
         if self.resume and self.format == "text":
             raise UsageError("--resume needs JSON lines, which name their requests: leave out --format text")
-        if self.resume and self.output == "-":
-            raise UsageError("--resume goes on with a file, and the output is standard output: give -o FILE")
+        FileOptions.check(self)
 
     def settings(self) -> dict[str, Any]:
         """The fields of a line that the command sets. UsageError for a bad one."""
@@ -72,17 +56,10 @@ class RunOptions(MachineOptions):
         return line_defaults(settings, sampling, raw=self.raw, truncate_left=self.truncate is not None)
 
     @property
-    def existing(self) -> Existing:
-        """What becomes of an output that holds something."""
-        return "resume" if self.resume else "overwrite" if self.overwrite else "refuse"
-
-    @property
-    def scope(self) -> str:
-        """What the requests of this run are called beside those of other runs."""
-        parts = [f"--{name}" for name in ("limit", "shard") if getattr(self, name) is not None]
-        return f"this input with {' and '.join(parts)}" if parts else "this input"
-
-    @property
     def in_order(self) -> bool:
         """Lines of text do not say which request they belong to: their place does."""
-        return self.ordered or self.format == "text"
+        return self.ordered or not self.names_requests
+
+    @property
+    def names_requests(self) -> bool:
+        return self.format != "text"

@@ -17,12 +17,6 @@ from tinyvllm_cli.model.digest import model_digest
 if TYPE_CHECKING:
     from tinyvllm_cli.load import Prepared
 
-# Options of `run` on which answers depend.
-TELLING = (
-    "model", "revision", "dtype", "kv_dtype", "max_model_len", "template", "raw", "truncate", "n", "max_tokens",
-    "temperature", "stop", "seed", "set", "model_sampling",
-)  # fmt: skip
-
 Record = Mapping[str, Any]
 
 
@@ -35,27 +29,27 @@ def frozen_date(record: Record | None) -> datetime:
     return datetime.now().astimezone().replace(microsecond=0)
 
 
-def answerer(prepared: Prepared, system: str | None, seed: int, date: datetime) -> Answerer:
+def answerer(prepared: Prepared, *, system: str | None, seed: int, date: str | None) -> Answerer:
     """What the answers of a run depend on besides its lines."""
-    template = prepared.text.codec.template
     return Answerer(
         model=model_digest(prepared.text.checkpoint),
         dtype=prepared.config.dtype,
         kv_dtype=prepared.config.kv_dtype,
         system=system,
-        date=date.isoformat() if template is not None and template.asks_date else None,
+        date=date,
         seed=seed,
         context=prepared.config.max_model_len,
     )
 
 
-def differences(record: Record | None, options: Mapping[str, Any], now: Answerer) -> str:
-    """For people: in what the run of this record was another one than a run with these options."""
+def differences(record: Record | None, options: Mapping[str, Any], now: Answerer, telling: Sequence[str]) -> str:
+    """For people: in what the run of this record was another one than a run with these options, of which the `telling`
+    ones are those on which answers depend."""
     if record is None:
         return " (the run record, which would tell in what, is not there)"
     found = [
         f"{'--' + name.replace('_', '-') if len(name) > 1 else '-' + name} was {_said(before)} and is {_said(value)}"
-        for name in TELLING
+        for name in telling
         if ((before := _option(record, name)) or None) != ((value := json.loads(json.dumps(options[name]))) or None)
     ]
     answers = record.get("answerer")
@@ -66,7 +60,7 @@ def differences(record: Record | None, options: Mapping[str, Any], now: Answerer
         if answers.get(name) != getattr(now, name):
             found.append(f"{what} changed")
     if not found:
-        file = ", or the file of --template," if str(options["template"]).startswith("@") else ""
+        file = ", or the file of --template," if str(options.get("template")).startswith("@") else ""
         return f" (all options are the same, so it is the line{file} that changed)"
     return f" ({'; '.join(found)})"
 

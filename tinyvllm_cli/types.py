@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -15,9 +16,11 @@ from tinyvllm_cli.errors import FailureType
 I32: TypeAlias = npt.NDArray[np.int32]
 F32: TypeAlias = npt.NDArray[np.float32]
 U8: TypeAlias = npt.NDArray[np.uint8]
+U32: TypeAlias = npt.NDArray[np.uint32]
 
 DEFAULT_MAX_TOKENS = 512
 MAX_SAMPLES = 1024  # of one request
+MAX_TOP_LOGPROBS = 20
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 
 Api: TypeAlias = Literal["chat", "completions"]  # of OpenAI: /v1/chat/completions and /v1/completions
@@ -42,7 +45,11 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None  # of every token, and of so many of the likeliest in its place; None: of none
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,7 @@ class Request:
     raw: bool = False  # the prompt as it is, without chat template
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False
+    continuations: tuple[str, ...] | None = None  # to be scored behind the prompt; None: the prompt is, or is answered
     params: SamplingParams = SamplingParams()
     truncate_left: bool = False  # cut a prompt given as it is, or as ids, that is too long for the context
     metadata_json: bytes | None = None  # the JSON text of the line's metadata, copied to the answer; None: it has none
@@ -82,6 +90,20 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and how likely it was in its place: log-softmax of the raw logits, over the whole vocabulary."""
+
+    id: int
+    token: bytes  # what it stands for alone, control words too; it may be a part of a character
+    logprob: float  # of float32, finite
+    top: tuple[TokenLogprob, ...] = ()  # the likeliest in its place, in this order; these have no `top`
+
+    @property
+    def text(self) -> str:
+        return self.token.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One answer to a request."""
 
@@ -91,6 +113,21 @@ class Choice:
     finish_reason: Literal["stop", "length"]
     stop_reason: str | int | None = None
     reasoning: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of each of token_ids; None: not asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a text is, or a continuation behind its context."""
+
+    token_logprobs: tuple[float, ...]  # of each token that was scored, finite: log-softmax of the raw logits
+    greedy: bool  # each of these tokens is the likeliest in its place
+    of_text: bool = False  # a whole text, no continuation: it counts for the perplexity
+
+    @property
+    def logprob(self) -> float:
+        """Of all of them; 0 where there is none. The sum is exact before it is rounded, in whatever order."""
+        return math.fsum(self.token_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +166,7 @@ class Completion:
     custom_id: str | int
     line: int | None = None
     choices: tuple[Choice, ...] = ()
+    scores: tuple[Score, ...] = ()  # where texts were to be scored
     usage: Usage | None = None
     stats: Stats | None = None
     error: Failure | None = None
@@ -194,6 +232,10 @@ class SlotOptions:
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_ids: tuple[int, ...] = ()  # EOS and stop ids: masked at positions before min_position
     min_position: int = 0  # i32; first position at which one of stop_ids may stand
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    output_start: int = 0  # i32; position of the first output token: those before it are the prompt
     logprobs: bool = False  # whether StepOutput.logprobs is wanted for its tokens
 
 
@@ -212,12 +254,17 @@ class Batch:
     token_ids: I32  # [T]; -1 = what the token table holds at (slot, position)
     logits_indices: I32  # [R] rows of T; may repeat; R may be 0
     sample_slots: I32  # [R] slot whose options apply and whose table gets the token at position + 1
+    targets: I32 | None = None  # [R]; id whose logprob is wanted in the place of a drawn token's; -1: a draw as ever
+    mask_rows: I32 | None = None  # [R]; row of the mask that Pending.mask() brings; -1: none
+    top_logprobs: int = 0  # 0..20: columns of StepOutput.top_ids
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     token_ids: I32  # [repeat, R], repeat = 1 until repeated steps land; -1 = NaN in the logits, -2 = nothing allowed
     logprobs: F32  # [repeat, R] log-softmax of the raw logits at the token; NaN where not asked for, or no token
+    top_ids: I32 | None = None  # [repeat, R, top_logprobs], the likeliest first; None where none are asked for
+    top_logprobs: F32 | None = None  # as top_ids
 
 
 # ---------------------------------------------------------------- the batcher's own
@@ -245,6 +292,11 @@ class Sequence:
     def num_known(self) -> int:
         """Tokens, prompt included, once every enqueued step has run."""
         return self.prompt_len + self.num_sampled
+
+    @property
+    def first_row(self) -> int:
+        """The first position whose row is to be computed, whatever is cached: a token is drawn from the last one."""
+        return self.num_known - 1
 
     @property
     def num_output(self) -> int:

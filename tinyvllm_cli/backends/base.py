@@ -9,7 +9,8 @@ The contract; each line is a test that every backend passes (tests/seam_contract
    table. Writing a position again replaces it. What is stored for a row depends on that row's values alone.
 2. Row t attends to positions 0..p of its own sequence.
 3. A sampled token is a function of (logits row, the slot's options, the tokens at positions 0..p, and the position
-   p + 1 of the token drawn): see backends/cpu/sample.py. Ids past the tokenizer never come out.
+   p + 1 of the token drawn): see backends/cpu/sample.py. Ids past the tokenizer never come out. A row with a target
+   draws nothing and writes nothing: its token is the greedy one, its logprob the target's.
 4. bind, copy_blocks and step take effect in the order of the calls; up to limits.max_in_flight steps may be in flight,
    that is, enqueued and not yet read; arguments may be reused once a call returns; results stay readable until read,
    in any order.
@@ -23,11 +24,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from tinyvllm_cli.types import F32, I32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
+from tinyvllm_cli.types import F32, I32, U32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
 
 
 class Pending(Protocol):
     """A step that was enqueued."""
+
+    def mask(self, bits: U32) -> None:
+        """Of a step with mask_rows: u32[M, ceil(V / 32)], bit id % 32 of word id / 32 set where the id is allowed. The
+        step draws its tokens once this is here. ValueError for result(), and for bind() and step(), before."""
+        ...
 
     def result(self) -> StepOutput:
         """Wait for the step and read its tokens."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tinyvllm_cli.config import BLOCK_SIZE
-from tinyvllm_cli.types import I32, Batch, Limits
+from tinyvllm_cli.types import I32, MAX_TOP_LOGPROBS, U32, Batch, Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,14 @@ def check_blocks(block_tables: I32, num_blocks: I32, limits: Limits) -> None:
     require(within(num_blocks, 0, width + 1) and not missing.any(), "each position has a block")
 
 
+def check_mask(bits: U32, mask_rows: I32, vocab_size: int) -> None:
+    """What Pending.mask() brings to a step with these mask_rows. ValueError else."""
+    words = -(-vocab_size // 32)
+    right = bits.dtype == np.uint32 and bits.ndim == 2 and bits.shape[1] == words
+    require(right, f"a mask is u32[M, {words}], not {bits.dtype}{list(bits.shape)}")
+    require(within(mask_rows, -1, len(bits)), f"mask_rows are -1 or rows of the mask, which has {len(bits)}")
+
+
 def _check(batch: Batch, limits: Limits) -> None:
     starts, rows = batch.query_start_loc, len(batch.token_ids)
     sequences, sampled = len(batch.slots), len(batch.logits_indices)
@@ -62,6 +70,11 @@ def _check(batch: Batch, limits: Limits) -> None:
     require(within(batch.token_ids, -1, limits.vocab_size), "token_ids are -1 or in the vocabulary")
     require(within(batch.logits_indices, 0, rows), "logits_indices are rows")
     require(int(np.bincount(batch.slots).max()) == 1, "a slot stands in a batch once")
+    require(0 <= batch.top_logprobs <= MAX_TOP_LOGPROBS, f"top_logprobs is at most {MAX_TOP_LOGPROBS}")
+    for name, values, end in (("targets", batch.targets, limits.vocab_size), ("mask_rows", batch.mask_rows, 2**31 - 1)):
+        if values is not None:
+            require(values.shape == (sampled,), f"{name} and logits_indices have one length")
+            require(within(values, -1, end), f"{name} are -1 or in range")
 
 
 def within(values: I32, low: int, high: int) -> bool:

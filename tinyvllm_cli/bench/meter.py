@@ -11,7 +11,7 @@ import numpy as np
 
 from tinyvllm_cli.backends.base import Backend, Pending
 from tinyvllm_cli.backends.timing import Timing
-from tinyvllm_cli.types import F32, I32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
+from tinyvllm_cli.types import F32, I32, U32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
 
 Kind = Literal["prompt", "decode", "mixed"]
 
@@ -109,6 +109,9 @@ class _Awaited:
     def __init__(self, pending: Pending, meter: Meter) -> None:
         self._pending = pending
         self._meter = meter
+
+    def mask(self, bits: U32) -> None:
+        self._pending.mask(bits)
 
     def result(self) -> StepOutput:
         started = time.perf_counter()

@@ -27,6 +27,7 @@ except KeyboardInterrupt:  # ^C before main() can see to it
 # Each name is also that of a module here and of the command in it, which is imported only when it is needed.
 COMMANDS = {
     "run": "Answer every line of a file, one JSON line each.",
+    "score": "Log-likelihood and perplexity of given texts.",
     "models": "List, download and inspect models.",
     "bench": "Measure this machine, beside its computed limit.",
     "doctor": "Check this machine, and a known answer.",

@@ -76,6 +76,15 @@ class GroupedCommand(click.Command):
                 formatter.write_dl(records)
 
 
+def origins(context: click.Context) -> dict[str, str]:
+    """Where the value of each option came from, for a run record."""
+    found = {name: context.get_parameter_source(name) for name in context.params}
+    return {
+        name: "default" if source is None else source.name.lower().replace("commandline", "command line")
+        for name, source in found.items()
+    }
+
+
 def _group(heading: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> Callable[[F], F]:
     """One decorator for the options of a heading, in the order in which they are given."""
 
@@ -184,6 +193,11 @@ answer_options = _group(
     _option("--model-sampling", is_flag=True, help="Start from the sampling in the model's generation_config.json."),
 )
 
+score_options = _group(
+    "Scores",
+    _option("--tokens", is_flag=True, help="Write the logprob of each token, too."),
+)
+
 output_options = _group(
     "Output",
     _option(
@@ -198,6 +212,12 @@ output_options = _group(
     _option("--resume", is_flag=True, help="Keep the answers that the output holds, and do the rest."),
     _option("--overwrite", is_flag=True, help="Replace an output that exists."),
     _option("--ordered", is_flag=True, help="Write answers in the order of the input, not in that of finishing."),
+    _option("--record", metavar="FILE", help="Run record: what was run and how far it is.  [default: OUTPUT.run.json]"),
+    _option("-q", "--quiet", is_flag=True, help="Say nothing but errors on standard error."),
+)
+
+format_options = _group(
+    "Output",
     _option(
         "--format",
         type=click.Choice(["jsonl", "text"]),
@@ -206,8 +226,6 @@ output_options = _group(
         help="text: only the answer, one line for each request in the order of the input. Line ends in it stand as "
         "\\n, backslashes as \\\\, and tabs between the answers of -n.",
     ),
-    _option("--record", metavar="FILE", help="Run record: what was run and how far it is.  [default: OUTPUT.run.json]"),
-    _option("-q", "--quiet", is_flag=True, help="Say nothing but errors on standard error."),
 )
 
 work_options = _group(

@@ -11,8 +11,10 @@ from tinyvllm_cli.cli.completion import files
 from tinyvllm_cli.cli.options import (
     GroupedCommand,
     answer_options,
+    format_options,
     machine_options,
     model_options,
+    origins,
     output_options,
     prompt_options,
     work_options,
@@ -36,6 +38,7 @@ Examples:
 @prompt_options
 @answer_options
 @output_options
+@format_options
 @work_options
 @machine_options
 @click.pass_context
@@ -54,8 +57,4 @@ def run(context: click.Context, /, **options: Any) -> None:
     from tinyvllm_cli.run_file import run_file
     from tinyvllm_cli.run_options import RunOptions
 
-    origins = {}
-    for name in options:
-        source = context.get_parameter_source(name)
-        origins[name] = "default" if source is None else source.name.lower().replace("commandline", "command line")
-    context.exit(run_file(RunOptions(**options), origins=origins, command=sys.argv, hold=context.obj))
+    context.exit(run_file(RunOptions(**options), origins=origins(context), command=sys.argv, hold=context.obj))

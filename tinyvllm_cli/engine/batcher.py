@@ -22,6 +22,7 @@ class Plan:
     copies: list[tuple[int, int]]  # blocks to be copied before the step
     batch: Batch
     sampled: list[Sequence]  # [R] whose next token each sampled row is
+    told: list[int]  # rows of `sampled` whose logprobs are wanted
 
 
 class Batcher:
@@ -68,6 +69,7 @@ class Batcher:
         self._samples = Samples()
         self._free_slots = list(range(limits.max_slots))[::-1]  # a stack, lowest on top
         self._refilling = False
+        self._telling = 0  # of those that run, how many want logprobs
 
     def blocks_needed(self, max_len: int) -> int:
         """Blocks of a sequence that ends with max_len tokens: the last token is never fed back, so it has no KV."""
@@ -93,9 +95,9 @@ class Batcher:
         if not (count or chunks):
             assert not (admitted or copies)
             return None
-        batch, sampled = self._batch(count, chunks)
+        batch, sampled, told = self._batch(count, chunks)
         self._regroup(count, chunks)
-        return Plan(admitted, copies, batch, sampled)
+        return Plan(admitted, copies, batch, sampled, told)
 
     def finish(self, sequence: Sequence, *, spoilt: bool = False) -> None:
         """End a sequence wherever it stands; its tokens still in flight are to be dropped by identity. Of the sequences
@@ -128,6 +130,7 @@ class Batcher:
             assert sequence.prompt_len <= len(sequence.token_ids) <= known, sequence
             assert len(sequence.block_table) <= self.blocks_needed(sequence.max_len), sequence
         assert len({*self.waiting, *self.running}) == len(self.waiting) + len(self.running)
+        assert self._telling == sum(sequence.options.logprobs for sequence in self.running)
         left = {sequence for sequence in self.running if tokens_left(sequence)}
         apart = [*self._decoding.sequences, *self._behind, *self._samples.waiting]
         assert len(apart) == len(left) and {*apart} == left
@@ -169,6 +172,7 @@ class Batcher:
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
+            self._telling += sequence.options.logprobs
             admitted.append(sequence)
             if self._samples.join(sequence):
                 promised += memory.fork_demand(sequence)
@@ -223,6 +227,7 @@ class Batcher:
         """A running sequence runs no more."""
         assert sequence.slot is not None
         self.running.remove(sequence)
+        self._telling -= sequence.options.logprobs
         if not self._samples.waits(sequence):
             if sequence in self._behind:
                 self._behind.remove(sequence)
@@ -233,9 +238,9 @@ class Batcher:
         self._free_slots.append(sequence.slot)
         sequence.slot = None
 
-    def _batch(self, count: int, chunks: list[tuple[Sequence, int]]) -> tuple[Batch, list[Sequence]]:
-        """The arrays of a step of the first `count` that decode and then of chunks; counts its tokens as computed and
-        sampled."""
+    def _batch(self, count: int, chunks: list[tuple[Sequence, int]]) -> tuple[Batch, list[Sequence], list[int]]:
+        """The arrays of a step of the first `count` that decode and then of chunks, whose its rows are, and which of
+        them are told; counts its tokens as computed and sampled."""
         slots, num_computed, _, _ = self._decoding.rows[:, :count]
         every = np.arange(count + 1, dtype=np.int32)
         slots = _joined(slots, [_slot(sequence) for sequence, _ in chunks])
@@ -256,6 +261,8 @@ class Batcher:
                     sampled.append(drawing)
                     drawn_from.append(end - 1)
 
+        told, top_logprobs = _told(sampled) if self._telling else ([], 0)
+
         widest = int((num_computed + (starts[1:] - starts[:-1])).max())  # tokens
         batch = Batch(
             query_start_loc=starts,
@@ -265,9 +272,10 @@ class Batcher:
             token_ids=np.full(starts[-1], -1, np.int32),
             logits_indices=_joined(every[:-1], drawn_from),
             sample_slots=_joined(slots[:count], [_slot(sequence) for sequence in sampled[count:]]),
+            top_logprobs=top_logprobs,
         )
         self.memory.written += len(batch.token_ids)
-        return batch, sampled
+        return batch, sampled, told
 
     def _regroup(self, count: int, chunks: list[tuple[Sequence, int]]) -> None:
         """The first `count` have decoded and chunks were computed: who decodes from now on, and what may be shared."""
@@ -284,6 +292,12 @@ class Batcher:
             gone = set(through)
             self._behind = [sequence for sequence in self._behind if sequence not in gone]
             self._decoding.add([sequence for sequence in through if tokens_left(sequence)])
+
+
+def _told(sampled: list[Sequence]) -> tuple[list[int], int]:
+    """The rows whose logprobs are wanted, and how many of the likeliest ids at most."""
+    told = [row for row, sequence in enumerate(sampled) if sequence.options.logprobs]
+    return told, max([sampled[row].request.params.logprobs or 0 for row in told], default=0)
 
 
 def _joined(first: I32, then: list[int]) -> I32:

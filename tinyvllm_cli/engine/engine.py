@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tinyvllm_cli.engine.batcher import Batcher
+from tinyvllm_cli.engine.failures import as_failure, failed
 from tinyvllm_cli.engine.intake import take_prompt
+from tinyvllm_cli.engine.logprobs import Logprobs
 from tinyvllm_cli.engine.sampling import sample_options, slot_options
 from tinyvllm_cli.engine.stats import EngineStats, Timeline
 from tinyvllm_cli.errors import RequestError
@@ -24,14 +25,6 @@ NAN_LOGITS = -1  # in the place of a token (StepOutput.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    """How an answer ended: the fields of Choice."""
-
-    finish_reason: Literal["stop", "length"]
-    stop_reason: str | int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Live:
     """A request that is queued or running: the tokens and the text of each of its answers, its times."""
 
@@ -41,6 +34,7 @@ class _Live:
     times: Timeline
     ends: frozenset[int]  # ids that end an answer
     truncated: int  # tokens cut from the prompt
+    logprobs: list[Logprobs]  # of each of its answers; empty: not asked for
     choices: list[Choice] = field(default_factory=list)  # answers that have ended, in the order of their ends
 
 
@@ -73,7 +67,8 @@ class Engine:
         self._clock = clock
         self._batcher = Batcher(self._limits, prefix_cache=prefix_cache)
         self._live: dict[int, _Live] = {}
-        self._in_flight: deque[tuple[Pending, list[Sequence]]] = deque()  # steps, and whose token each of their rows is
+        # Steps, whose token each of their rows is, and the rows whose logprobs are wanted.
+        self._in_flight: deque[tuple[Pending, list[Sequence], list[int]]] = deque()
         self._done: list[Completion] = []  # ended without a step: events of the next one
 
     @property
@@ -96,7 +91,7 @@ class Engine:
         try:
             live = self._accept(request)
         except Exception as error:
-            self._done.append(_failed(request, _failure(error)))
+            self._done.append(failed(request, as_failure(error)))
             return
         if request.params.max_tokens == 0:
             self._done.append(_answered(live))
@@ -125,8 +120,14 @@ class Engine:
         assert self._in_flight or not self._live, "sequences wait and nothing runs that could make room for them"
         if not self._in_flight:
             return []
-        pending, sampled = self._in_flight.popleft()
-        return self._land(sampled, pending.result().token_ids[0].tolist())
+        pending, sampled, told = self._in_flight.popleft()
+        output = pending.result()
+        token_ids = output.token_ids[0].tolist()
+        for row in told:
+            sequence = sampled[row]
+            if token_ids[row] >= 0 and not sequence.finished:
+                self._live[sequence.request.request_id].logprobs[sequence.index].push(output, row)
+        return self._land(sampled, token_ids)
 
     def fail_running(self, message: str) -> list[Completion]:
         """End the requests that were begun, after a backend that failed under way; of the others nothing is told."""
@@ -134,7 +135,7 @@ class Engine:
         failure = Failure("internal", message)
         preempted = [sequence for sequence in self._batcher.waiting if sequence.num_preempted]
         begun = dict.fromkeys(sequence.request.request_id for sequence in (*self._batcher.running, *preempted))
-        return [self._close(_failed(self._live[request_id].request, failure)) for request_id in begun]
+        return [self._close(failed(self._live[request_id].request, failure)) for request_id in begun]
 
     def check(self) -> None:
         """Assert the invariants of engine and batcher."""
@@ -171,7 +172,8 @@ class Engine:
         params = request.params
         ends = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)))
         answers = [self._codec.answer(request, prompt_ids) for _ in sequences]
-        return _Live(request, sequences, answers, Timeline(self._clock()), ends, truncated)
+        logprobs = [] if params.logprobs is None else [Logprobs(params.logprobs) for _ in sequences]
+        return _Live(request, sequences, answers, Timeline(self._clock()), ends, truncated, logprobs)
 
     def _enqueue(self) -> bool:
         """Hand the next step to the backend, if there is anything to compute."""
@@ -185,7 +187,7 @@ class Engine:
             self._backend.bind(sequence.slot, sequence.token_ids, sequence.options)
         if plan.copies:
             self._backend.copy_blocks(plan.copies)
-        self._in_flight.append((self._backend.step(plan.batch), plan.sampled))
+        self._in_flight.append((self._backend.step(plan.batch), plan.sampled, plan.told))
         batcher = self._batcher
         self.stats.count_step(len(batcher.running), batcher.preemptions, batcher.memory)
         return True
@@ -197,10 +199,10 @@ class Engine:
         for sequence, token_id in zip(sampled, token_ids, strict=True):
             if sequence.finished:  # it ended, or was aborted, after this step was enqueued
                 continue
-            request, live, end = sequence.request, self._live[sequence.request.request_id], None
+            request, live, choice = sequence.request, self._live[sequence.request.request_id], None
             if token_id < 0:
-                failed = _failed(request, _no_token(token_id, sequence.num_output))
-                events.append(self._close(failed, spoilt=token_id == NAN_LOGITS))
+                failure = _no_token(token_id, sequence.num_output)
+                events.append(self._close(failed(request, failure), spoilt=token_id == NAN_LOGITS))
                 continue
             sequence.token_ids.append(token_id)
             self.stats.completion_tokens += 1
@@ -213,34 +215,45 @@ class Engine:
                 done = token_id in live.ends
                 text = "" if done else answer.push(token_id)
                 if done or answer.stopped_by is not None or len(sequence.token_ids) == sequence.max_len:
-                    rest, end = self._end(live, answer, token_id)
+                    rest, choice = self._end(live, sequence)
                     text += rest
             except Exception as error:
-                events.append(self._close(_failed(request, _failure(error))))
+                events.append(self._close(failed(request, as_failure(error))))
                 continue
             events.append(Delta(request.request_id, sequence.index, (token_id,), text))
-            if end is not None:
+            if choice is not None:
                 self._batcher.finish(sequence)
-                live.choices.append(_choice(sequence, answer, end))
+                live.choices.append(choice)
                 if len(live.choices) == len(live.sequences):
                     live.times.last_token = now
                     events.append(self._close(_answered(live)))
         return events
 
-    def _end(self, live: _Live, answer: Answer, token_id: int) -> tuple[str, _End]:
-        """The text that an answer still gets whose last token this is, and how it ends.
+    def _end(self, live: _Live, sequence: Sequence) -> tuple[str, Choice]:
+        """The text that an answer still gets whose last token has come, and the answer as it stands then.
 
         A token that is both an EOS id and one of stop_token_ids counts as the latter: the request asked for it by name.
         """
-        params = live.request.params
-        is_stop, text = token_id in params.stop_token_ids, ""
+        params, answer = live.request.params, live.answers[sequence.index]
+        token_ids = tuple(sequence.token_ids[sequence.prompt_len :])
+        is_stop, text = token_ids[-1] in params.stop_token_ids, ""
         if is_stop and params.include_stop_str_in_output:
-            text = answer.push(token_id)
-        stopped = is_stop or token_id in live.ends
-        end = _End("stop", token_id if is_stop else None) if stopped else _End("length")
+            text = answer.push(token_ids[-1])
         text += answer.finish()
+        stop_reason: str | int | None = token_ids[-1] if is_stop else None
         # A stop string may also turn up in what was held back; where there is one, the text ends there.
-        return text, end if answer.stopped_by is None else _End("stop", answer.stopped_by)
+        if answer.stopped_by is not None:
+            stop_reason = answer.stopped_by
+        stopped = stop_reason is not None or token_ids[-1] in live.ends
+        return text, Choice(
+            index=sequence.index,
+            text=answer.text,
+            token_ids=token_ids,
+            finish_reason="stop" if stopped else "length",
+            stop_reason=stop_reason,
+            reasoning=answer.reasoning,
+            logprobs=live.logprobs[sequence.index].told(token_ids, self._codec.token_bytes) if live.logprobs else None,
+        )
 
     def _close(self, completion: Completion, *, spoilt: bool = False) -> Completion:
         self._finish(self._live.pop(completion.request_id), spoilt=spoilt)
@@ -251,18 +264,6 @@ class Engine:
         for sequence in reversed(live.sequences):
             if not sequence.finished:
                 self._batcher.finish(sequence, spoilt=spoilt)
-
-
-def _choice(sequence: Sequence, answer: Answer, end: _End) -> Choice:
-    """An answer as it stands at its end."""
-    return Choice(
-        index=sequence.index,
-        text=answer.text,
-        token_ids=tuple(sequence.token_ids[sequence.prompt_len :]),
-        finish_reason=end.finish_reason,
-        stop_reason=end.stop_reason,
-        reasoning=answer.reasoning,
-    )
 
 
 def _answered(live: _Live) -> Completion:
@@ -282,28 +283,6 @@ def _answered(live: _Live) -> Completion:
         fingerprint=request.fingerprint,
         truncated_tokens=live.truncated,
     )
-
-
-def _failed(request: Request, failure: Failure) -> Completion:
-    return Completion(
-        request_id=request.request_id,
-        custom_id=request.custom_id,
-        line=request.line,
-        error=failure,
-        metadata_json=request.metadata_json,
-        api=request.api,
-        fingerprint=request.fingerprint,
-    )
-
-
-def _failure(error: Exception) -> Failure:
-    """What went wrong with one request. Running out of memory is no request's fault and is raised again."""
-    if isinstance(error, MemoryError):
-        raise error
-    if isinstance(error, RequestError):
-        return Failure(error.type, error.message, error.field)
-    message = " ".join(f"a bug in this program: {type(error).__name__}: {error}".split())
-    return Failure("internal", message, detail="".join(traceback.format_exception(error)))
 
 
 def _no_token(token_id: int, num_output: int) -> Failure:

@@ -51,8 +51,22 @@ class Fingerprints:
         # What is at its default is left out, so that a field that joins later changes no fingerprint without it.
         if request.params.n > 1:
             content["n"] = request.params.n
+        if request.params.logprobs is not None:
+            content["logprobs"] = request.params.logprobs
         if request.truncate_left:
             content["truncate"] = "left"
         if request.api is not None:
             content["api"] = request.api
         return content
+
+
+class ScoreFingerprints(Fingerprints):
+    """The same of requests that are scored: of these nothing is drawn, and no other field tells."""
+
+    def __init__(self, answerer: Answerer, *, tokens: bool) -> None:
+        """tokens: whether the output has the logprob of each."""
+        super().__init__(answerer)
+        self._tokens = tokens
+
+    def _content(self, request: Request) -> dict[str, Any]:
+        return {"score": request.prompt, "continuations": request.continuations, "tokens": self._tokens}

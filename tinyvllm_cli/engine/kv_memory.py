@@ -52,7 +52,7 @@ class KVMemory:
         missing = self.demand(sequence) + reserved - self.pool.num_available
         if missing <= 0:
             return True
-        found = self.prefix.found(sequence)[: (sequence.num_known - 1) // self.block_size]
+        found = self.prefix.found(sequence)[: sequence.first_row // self.block_size]
         return missing <= sum(self.pool.owners(block) > 0 for block in found)
 
     def has_room_to_fork(self, sequence: Sequence, reserved: int) -> bool:
@@ -65,11 +65,11 @@ class KVMemory:
         self.adopt(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
-        """Share the blocks that are there of a sequence that is behind, but one that holds its last token: that one's
-        row is to be computed, whatever is cached, for the next token is drawn from it."""
+        """Share the blocks that are there of a sequence that is behind, up to the first row that is to be computed,
+        whatever is cached."""
         found: list[int] = []
         while (node := self.prefix.next(sequence)) is not None and node.block:
-            if sequence.num_computed + self.block_size == sequence.num_known:
+            if sequence.num_computed + self.block_size > sequence.first_row:
                 break
             self.pool.share(node.block)
             found.append(node.block)

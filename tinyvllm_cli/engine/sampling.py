@@ -12,6 +12,8 @@ from typing import Any
 from tinyvllm_cli.types import Request, SamplingParams, SlotOptions
 
 LARGEST = 2**31 - 1  # what a device's integers hold: more than any vocabulary or context
+# A repetition penalty beyond these is one of them: a logit multiplied or divided by it is still a float32.
+LEAST_PENALTY, GREATEST_PENALTY = 1e-30, 1e30
 
 
 def slot_options(request: Request, prompt_len: int, *, run_seed: int, eos_token_ids: Sequence[int]) -> SlotOptions:
@@ -32,6 +34,11 @@ def slot_options(request: Request, prompt_len: int, *, run_seed: int, eos_token_
         logit_bias=params.logit_bias,
         stop_ids=tuple(dict.fromkeys(stop_ids)),
         min_position=min(prompt_len + params.min_tokens, LARGEST),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=min(max(params.repetition_penalty, LEAST_PENALTY), GREATEST_PENALTY),
+        output_start=prompt_len,
+        logprobs=params.logprobs is not None,
     )
 
 
@@ -64,8 +71,9 @@ def canonical_json(value: Any) -> bytes:
 
 
 def canonical_request(request: Request) -> dict[str, Any]:
-    """What determines an answer to a request: not how many there are. Params at their defaults are left out, so that a
-    parameter that joins later does not change the seeds of requests without it."""
+    """What determines the tokens of an answer to a request: not how many answers there are, nor what is told of them.
+    Params at their defaults are left out, so that a parameter that joins later does not change the seeds of requests
+    without it."""
     return {
         "prompt": request.prompt,
         "messages": None if request.messages is None else [asdict(message) for message in request.messages],
@@ -82,7 +90,7 @@ def _given(params: SamplingParams) -> Mapping[str, Any]:
     return {
         field.name: value
         for field in fields(SamplingParams)
-        if (value := getattr(params, field.name)) != field.default and field.name != "n"
+        if (value := getattr(params, field.name)) != field.default and field.name not in {"n", "logprobs"}
     }
 
 

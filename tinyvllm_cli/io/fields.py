@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tinyvllm_cli.errors import RequestError
-from tinyvllm_cli.types import GREEDY_BELOW, MAX_SAMPLES, SamplingParams
+from tinyvllm_cli.types import GREEDY_BELOW, MAX_SAMPLES, MAX_TOP_LOGPROBS, SamplingParams
 
 SEED_LIMIT = 2**64
 SHOWN_CHARS = 60  # of a value in a message
@@ -80,12 +80,12 @@ FIELDS: dict[str, Field] = {
     "include_stop_str_in_output": _field(bool, "true or false"),
     "min_tokens": _field(_COUNT, "an integer >= 0"),
     "ignore_eos": _field(bool, "true or false"),
+    "presence_penalty": _field(_PENALTY, "a number from -2 to 2"),
+    "frequency_penalty": _field(_PENALTY, "a number from -2 to 2"),
+    "repetition_penalty": _field(Annotated[float, Meta(gt=0)], "a number above 0"),
     "logit_bias": Field(_logit_bias, "an object of token ids with numbers from -100 to 100"),
+    "logprobs": _field(Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)], f"an integer from 0 to {MAX_TOP_LOGPROBS}"),
     # known, but not in this version
-    "presence_penalty": _field(_PENALTY, "a number from -2 to 2", (0,)),
-    "frequency_penalty": _field(_PENALTY, "a number from -2 to 2", (0,)),
-    "repetition_penalty": _field(Annotated[float, Meta(gt=0)], "a number above 0", (1,)),
-    "logprobs": _field(Annotated[int, Meta(ge=0, le=20)], "an integer from 0 to 20", ()),
     "choice": _field(Any, "a list of texts", ()),
     "json_schema": _field(Any, "a JSON schema", ()),
     "regex": _field(Any, "a regular expression", ()),
@@ -133,7 +133,7 @@ def unknown_field(name: str, known: Collection[str]) -> RequestError:
     name = name[:SHOWN_CHARS]
     plain = name if name.isprintable() and name else shown(name)
     other = OTHER_NAMES.get(name)
-    if other in FIELDS and other not in known:  # what is known here is not a line of our own
+    if other and (field := other.split()[0]) in FIELDS and field not in known:  # not a line that takes a prompt so
         other = None
     nearest = other or next(iter(difflib.get_close_matches(name, known, 1)), None)
     hint = f", did you mean {nearest}?" if nearest else ""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from tinyvllm_cli.types import Choice, Completion, Failure
+from tinyvllm_cli.types import Choice, Completion, Failure, TokenLogprob
 
 OUR_FAULT = frozenset({"nan_logits", "internal"})  # of the model or the program; every other error is the request's
 
@@ -63,4 +66,44 @@ def _choice(choice: Choice, *, chat: bool) -> dict[str, Any]:
         answer: dict[str, Any] = {"index": choice.index, "message": message}
     else:
         answer = {"index": choice.index, "text": choice.text, **reasoning}
-    return answer | {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+    logprobs = None
+    if choice.logprobs is not None:
+        logprobs = _chat_logprobs(choice.logprobs) if chat else _text_logprobs(choice.logprobs)
+    return answer | {"logprobs": logprobs, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+
+def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    content = [_named(token) | {"top_logprobs": [_named(other) for other in token.top]} for token in tokens]
+    return {"content": content, "refusal": None}
+
+
+def _named(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "bytes": list(token.token), "logprob": token.logprob}
+
+
+def _text_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Four lists of the same length. A place in the text is in characters, control words counted among them."""
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    lengths = [len(decode(token.token)) for token in tokens]  # of what each token completes
+    return {
+        "text_offset": list(accumulate(lengths, initial=0))[:-1],
+        "token_logprobs": [token.logprob for token in tokens],
+        "tokens": [_key(token) for token in tokens],
+        "top_logprobs": [_by_text(token) for token in tokens],
+    }
+
+
+def _by_text(token: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens in a token's place, and the token itself, which wins where another one has its text."""
+    top: dict[str, float] = {}
+    for other in token.top:
+        top.setdefault(_key(other), other.logprob)
+    return top | {_key(token): token.logprob}
+
+
+def _key(token: TokenLogprob) -> str:
+    """As that API writes a token that is no whole characters: so two of them never have one text."""
+    try:
+        return token.token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token)

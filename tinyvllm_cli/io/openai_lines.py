@@ -106,7 +106,8 @@ BODIES: dict[Api, dict[str, Field]] = {
     "chat": {
         **{name: FIELDS[name] for name in ("messages", "chat_template_kwargs", "continue_final_message")},
         **_SHARED,
-        "logprobs": _only(bool, False),
+        "logprobs": Field(msgspec.json.Decoder(bool).decode, "true or false"),
+        "top_logprobs": FIELDS["logprobs"],
         "add_special_tokens": _only(bool, False),
         "add_generation_prompt": FIELDS["continue_final_message"],  # its opposite, in the words of a chat template
     },
@@ -156,6 +157,7 @@ def read_batch_line(raw_fields: Mapping[str, bytes]) -> dict[str, Any]:
     _merge_max_tokens(values)
     if api == "chat":
         _check_generation_prompt(values)
+        _merge_logprobs(values)
     elif isinstance(values["prompt"], str):
         values["raw"] = True
     else:
@@ -181,6 +183,15 @@ def _check_generation_prompt(values: dict[str, Any]) -> None:
     if opens is goes_on:
         found = f"{shown(opens)} and continue_final_message is {shown(goes_on)}"
         raise invalid("add_generation_prompt", found, "the opposite of it")
+
+
+def _merge_logprobs(values: dict[str, Any]) -> None:
+    """Whether logprobs are wanted, and of how many other tokens: one number says both."""
+    wanted, top = values.pop("logprobs", None), values.pop("top_logprobs", 0)
+    if top and not wanted:
+        raise invalid("top_logprobs", f"{top} without logprobs", "logprobs: true beside it")
+    if wanted is not None:
+        values["logprobs"] = top if wanted else None  # false: not those of the command either
 
 
 def note_model(items: Iterable[Item], model: str, say: Callable[[str], None]) -> Iterator[Item]:

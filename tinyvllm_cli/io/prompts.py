@@ -36,6 +36,7 @@ BOM = b"\xef\xbb\xbf"
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 Item: TypeAlias = Request | Completion
+FindId: TypeAlias = "Callable[[Line], tuple[str | int, bool]]"  # custom_id, and whether it is the line's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,11 @@ def line_id(line: Line) -> tuple[str | int, bool]:
     return (f"line-{line.number}", False) if custom_id is None else (custom_id, True)
 
 
+def number_id(line: Line) -> tuple[str | int, bool]:
+    """The same of a line of text, which has no id of its own."""
+    return f"line-{line.number}", False
+
+
 def _own_id(text: bytes) -> str | int | None:
     if too_deep(text):
         return None
@@ -112,6 +118,35 @@ def same_id(custom_id: str | int, earlier: tuple[int, bool], later: tuple[int, b
     )
 
 
+def read_items(
+    lines: Iterator[Line],
+    *,
+    find_id: FindId,
+    make: Callable[[Line, str | int, bool], Item],
+    refuse: Callable[[Line, str | int, Failure], Completion],
+    check_ids: bool = False,
+    wanted: Callable[[int], bool] | None = None,
+) -> Iterator[Item]:
+    """What `make` makes of every line: of the line, its custom_id, and whether that is its own.
+
+    check_ids: `refuse` a custom_id that an earlier line has; for inputs that could not be checked as a whole before.
+    wanted: whether a line is, by its index; the others are left out, though their ids count.
+    """
+    seen: dict[bytes, tuple[int, bool]] = {}
+    for line in lines:
+        custom_id, own = find_id(line)
+        if check_ids:
+            place = line.number, own
+            earlier = seen.setdefault(msgspec.json.encode(custom_id), place)
+            if earlier != place:
+                failure = Failure("duplicate_id", same_id(custom_id, earlier, place), "custom_id")
+                if wanted is None or wanted(line.index):
+                    yield refuse(line, custom_id, failure)
+                continue
+        if wanted is None or wanted(line.index):
+            yield make(line, custom_id, own)
+
+
 def read_requests(
     lines: Iterator[Line],
     defaults: Defaults,
@@ -123,36 +158,27 @@ def read_requests(
 ) -> Iterator[Item]:
     """A Request for every line, or a Completion with the error. No line makes it raise.
 
-    text_lines: a line is a prompt as it stands (.txt), else a JSON object. check_ids: refuse a custom_id that an
-    earlier line has; for inputs that could not be checked as a whole before. rows: lines are rows of columns, and this
-    is what makes prompts of them. wanted: whether a line is, by its index; the others are left out, though their ids
-    count.
+    text_lines: a line is a prompt as it stands (.txt), else a JSON object. rows: lines are rows of columns, and this is
+    what makes prompts of them. check_ids, wanted: as of read_items().
     """
-    seen: dict[bytes, tuple[int, bool]] = {}
-    for line in lines:
-        find_id = line_id if rows is None else rows.line_id
-        custom_id, own = (f"line-{line.number}", False) if text_lines else find_id(line)
-        if check_ids:
-            place = line.number, own
-            earlier = seen.setdefault(msgspec.json.encode(custom_id), place)
-            if earlier != place:
-                failure = Failure("duplicate_id", same_id(custom_id, earlier, place), "custom_id")
-                if wanted is None or wanted(line.index):
-                    yield _refused(line, custom_id, failure, api=_api(line.text) if rows is None else None)
-                continue
-        if wanted is not None and not wanted(line.index):
-            continue
+
+    def make(line: Line, custom_id: str | int, own: bool) -> Item:
         if text_lines:
-            yield _text_item(line, custom_id, own, defaults)
-        else:
-            yield _json_item(line, custom_id, own, defaults, rows)
+            return _text_item(line, custom_id, own, defaults)
+        return _json_item(line, custom_id, own, defaults, rows)
+
+    def refuse(line: Line, custom_id: str | int, failure: Failure) -> Completion:
+        return refused(line, custom_id, failure, api=_api(line.text) if rows is None else None)
+
+    find_id = number_id if text_lines else line_id if rows is None else rows.line_id
+    return read_items(lines, find_id=find_id, make=make, refuse=refuse, check_ids=check_ids, wanted=wanted)
 
 
 def _text_item(line: Line, custom_id: str | int, own: bool, defaults: Defaults) -> Item:
     try:
-        return _request(line, custom_id, own, defaults, {"prompt": _decode(line.text)})
+        return _request(line, custom_id, own, defaults, {"prompt": decode_line(line.text)})
     except RequestError as error:
-        return _refused(line, custom_id, Failure(error.type, error.message, error.field))
+        return refused(line, custom_id, Failure(error.type, error.message, error.field))
 
 
 def _json_item(line: Line, custom_id: str | int, own: bool, defaults: Defaults, rows: Rows | None) -> Item:
@@ -167,7 +193,7 @@ def _json_item(line: Line, custom_id: str | int, own: bool, defaults: Defaults, 
         elif api := api_of(raw_fields):
             values = _with_prompt(read_batch_line(raw_fields))
         else:
-            metadata = _take_metadata(raw_fields)
+            metadata = take_metadata(raw_fields)
             values = _with_prompt(read_fields(raw_fields))
         return _request(line, custom_id, own, defaults, values, metadata, api)
     except RequestError as error:
@@ -177,7 +203,7 @@ def _json_item(line: Line, custom_id: str | int, own: bool, defaults: Defaults, 
     except Exception as error:
         message = f"a bug in reading this line: {type(error).__name__}"
         failure = Failure("internal", message, detail=traceback.format_exc())
-    return _refused(line, custom_id, failure, metadata, api=_api(line.text) if rows is None else None)
+    return refused(line, custom_id, failure, metadata, api=_api(line.text) if rows is None else None)
 
 
 def _api(text: bytes) -> Api | None:
@@ -190,7 +216,7 @@ def _api(text: bytes) -> Api | None:
     return None
 
 
-def _refused(
+def refused(
     line: Line, custom_id: str | int, failure: Failure, metadata: bytes | None = None, api: Api | None = None
 ) -> Completion:
     return Completion(
@@ -243,7 +269,7 @@ def _request(
     )
 
 
-def _decode(text: bytes) -> str:
+def decode_line(text: bytes) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -253,7 +279,7 @@ def _decode(text: bytes) -> str:
 
 def split_fields(line: bytes) -> dict[str, bytes]:
     """The fields of a JSON object, each as its JSON text. RequestError invalid_encoding, invalid_json, invalid_line."""
-    text = _decode(line)
+    text = decode_line(line)
     refuse_deep(line, "the line")
     try:
         raw_fields = _OBJECT.decode(line)
@@ -279,7 +305,7 @@ def _not_json(line: bytes, detail: str) -> str:
     return f"the line is not JSON ({detail}), wanted one JSON object a line; {hint}"
 
 
-def _take_metadata(raw_fields: dict[str, bytes]) -> bytes | None:
+def take_metadata(raw_fields: dict[str, bytes]) -> bytes | None:
     """The JSON text of the metadata, left as it is so that numbers keep their digits."""
     raw = raw_fields.pop("metadata", None)
     if raw is None:

@@ -16,7 +16,7 @@ import msgspec
 
 from tinyvllm_cli.errors import OutputClosedError, TinyvllmError, UsageError
 from tinyvllm_cli.io.openai_answers import Stamp, batch_answer
-from tinyvllm_cli.types import Choice, Completion, Stats
+from tinyvllm_cli.types import Choice, Completion, Stats, TokenLogprob
 
 STDOUT = 1
 # Legal in JSON strings, but many readers end a line at them.
@@ -32,12 +32,11 @@ NO_STAMP = Stamp(model="", created=0)  # before there is a model
 
 def encode(completion: Completion, stamp: Stamp = NO_STAMP) -> bytes:
     """The output line of a completion, line end included. Keys in the order of docs/lines.md."""
-    stats = None if completion.stats is None else _stats(completion.stats)
-    line = _line(completion, stats) if completion.api is None else batch_answer(completion, stamp, stats)
-    text = msgspec.json.encode(line)
-    for char, escaped in LINE_ENDS.items():
-        text = text.replace(char, escaped)
-    return text + b"\n"
+    stats = None if completion.stats is None else rounded_stats(completion.stats)
+    if completion.api is not None:
+        return json_line(batch_answer(completion, stamp, stats))
+    answer = {"choices": [_choice(choice) for choice in completion.choices], "usage": completion.usage}
+    return json_line(own_line(completion, answer, stats))
 
 
 def encoder(stamp: Stamp) -> Encode:
@@ -45,14 +44,10 @@ def encoder(stamp: Stamp) -> Encode:
     return partial(encode, stamp=stamp)
 
 
-def _line(completion: Completion, stats: dict[str, Any] | None) -> dict[str, Any]:
-    usage, error = completion.usage, completion.error
-    line: dict[str, Any] = {
-        "custom_id": completion.custom_id,
-        "index": completion.request_id,
-        "choices": [_choice(choice) for choice in completion.choices],
-        "usage": usage,
-    }
+def own_line(completion: Completion, answer: dict[str, Any], stats: dict[str, Any] | None) -> dict[str, Any]:
+    """The answer of a completion with what all lines of our own have around it."""
+    error = completion.error
+    line: dict[str, Any] = {"custom_id": completion.custom_id, "index": completion.request_id, **answer}
     if completion.metadata_json is not None:
         line["metadata"] = msgspec.Raw(completion.metadata_json)
     if completion.truncated_tokens:
@@ -67,18 +62,39 @@ def _line(completion: Completion, stats: dict[str, Any] | None) -> dict[str, Any
     return line
 
 
+def json_line(value: dict[str, Any]) -> bytes:
+    """As JSON on one line for every reader, line end included."""
+    text = msgspec.json.encode(value)
+    for char, escaped in LINE_ENDS.items():
+        text = text.replace(char, escaped)
+    return text + b"\n"
+
+
 def _choice(choice: Choice) -> dict[str, Any]:
     reasoning = {} if choice.reasoning is None else {"reasoning": choice.reasoning}
+    logprobs = {} if choice.logprobs is None else {"logprobs": [_token_logprob(token) for token in choice.logprobs]}
     return {
         "index": choice.index,
         "text": choice.text,
         **reasoning,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
+        **logprobs,
     }
 
 
-def _stats(stats: Stats) -> dict[str, float | int | None]:
+def _token_logprob(token: TokenLogprob) -> dict[str, Any]:
+    top = [{"id": other.id, "token": other.text, "logprob": other.logprob} for other in token.top]
+    return {
+        "id": token.id,
+        "token": token.text,
+        "bytes": list(token.token),
+        "logprob": token.logprob,
+        "top": top,
+    }
+
+
+def rounded_stats(stats: Stats) -> dict[str, float | int | None]:
     """Seconds and rates to six decimals."""
     values = {name: getattr(stats, name) for name in Stats.__dataclass_fields__}
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}

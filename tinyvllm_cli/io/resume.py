@@ -39,6 +39,7 @@ class _Answer(msgspec.Struct):
 
     custom_id: str | int
     choices: list[msgspec.Raw] | None = None
+    scores: list[msgspec.Raw] | None = None
     fingerprint: Fingerprint | None = None
     error: Any = None
     response: _Response | None = None
@@ -47,7 +48,7 @@ class _Answer(msgspec.Struct):
     @property
     def answers(self) -> bool:
         """A line of an input, which has an id too, does not."""
-        return self.choices is not None or self.error is not None or self.response is not None
+        return any(found is not None for found in (self.choices, self.scores, self.error, self.response))
 
     @property
     def failed(self) -> bool:

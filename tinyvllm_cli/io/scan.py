@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -12,13 +12,11 @@ import msgspec
 import numpy as np
 
 from tinyvllm_cli.errors import UsageError
-from tinyvllm_cli.io.prompts import Line, line_id, read_lines, same_id
+from tinyvllm_cli.io.prompts import FindId, Line, line_id, read_lines, same_id
 from tinyvllm_cli.io.shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     from tinyvllm_cli.io.rows import Rows
-
-FindId = Callable[[Line], tuple[str | int, bool]]
 
 
 @dataclass(frozen=True, slots=True)

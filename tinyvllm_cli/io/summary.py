@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tinyvllm_cli.engine.stats import EngineStats
 from tinyvllm_cli.io.fields import shown
 from tinyvllm_cli.types import Completion, Request
 
@@ -52,6 +53,35 @@ class Tally:
         if completion.stats is not None and completion.stats.ttft_s is not None:
             self.ttft_s.append(completion.stats.ttft_s)
             self.e2e_s.append(completion.stats.e2e_s)
+
+    def summary(self, progress: Progress, stats: EngineStats, *, load_s: float, num_blocks: int) -> Summary:
+        """What the run has come to; block 0 of num_blocks belongs to nobody."""
+        return Summary(
+            ok=self.ok,
+            failed=self.failed,
+            cut=self.cut,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            tokens_per_s=progress.tokens_per_s,
+            ttft_p50_s=percentile(self.ttft_s, 50),
+            ttft_p99_s=percentile(self.ttft_s, 99),
+            e2e_p50_s=percentile(self.e2e_s, 50),
+            e2e_p99_s=percentile(self.e2e_s, 99),
+            mean_slots_busy=stats.mean_slots_busy,
+            num_blocks=num_blocks - 1,
+            peak_blocks=stats.peak_blocks,
+            mean_blocks=stats.mean_blocks,
+            peak_shared_blocks=stats.peak_shared_blocks,
+            unwritten_share=stats.unwritten_share,
+            cached_tokens=stats.cached_tokens,
+            hit_rate=stats.hit_rate,
+            preemptions=stats.preemptions,
+            evictions=stats.evictions,
+            load_s=load_s,
+            wall_s=progress.elapsed_s,
+            failures=dict(self.failures),
+            first_failure=self.first_failure,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +160,32 @@ class Summary:
         """For people."""
         counts = ", ".join(f"{count} {kind}" for kind, count in self.failures.items())
         return [
-            f"requests: {self.ok} ok, {self.failed} failed, {self.cut} cut at max_tokens or the context",
+            self.requests_line(),
             *([f"failed:   {counts}; the first in {self.first_failure}"] if self.failed else []),
-            *(self._measures() if self.ok else []),
+            *(self.measures() if self.ok else []),
             f"machine:  {self.mean_slots_busy:.1f} slots busy on average, {self.load_s:.1f} s to load,"
             f" {self.wall_s:.1f} s to answer",
         ]
 
-    def _measures(self) -> list[str]:
+    def requests_line(self) -> str:
+        return f"requests: {self.ok} ok, {self.failed} failed, {self.cut} cut at max_tokens or the context"
+
+    def measures(self) -> list[str]:
+        """Lines about what was answered."""
         return [
             f"tokens:   {self.prompt_tokens} in, {self.completion_tokens} out, {self.tokens_per_s:.1f} out a second",
-            f"latency:  TTFT p50 {_seconds(self.ttft_p50_s)}, p99 {_seconds(self.ttft_p99_s)};"
-            f" end to end p50 {_seconds(self.e2e_p50_s)}, p99 {_seconds(self.e2e_p99_s)}",
+            f"latency:  TTFT p50 {shown_seconds(self.ttft_p50_s)}, p99 {shown_seconds(self.ttft_p99_s)};"
+            f" end to end p50 {shown_seconds(self.e2e_p50_s)}, p99 {shown_seconds(self.e2e_p99_s)}",
+            self.memory_line(),
+        ]
+
+    def memory_line(self) -> str:
+        return (
             f"memory:   {self.peak_blocks} of {self.num_blocks} KV blocks at the peak,"
             f" {self.peak_shared_blocks} shared, {self.mean_blocks:.1f} on average,"
             f" {self.unwritten_share:.1%} of these unwritten; {self.hit_rate:.1%} of the prompts cached,"
-            f" {self.preemptions} preempted, {self.evictions} evicted",
-        ]
+            f" {self.preemptions} preempted, {self.evictions} evicted"
+        )
 
 
 def percentile(values: array[float], percent: float) -> float | None:
@@ -154,5 +193,5 @@ def percentile(values: array[float], percent: float) -> float | None:
     return float(np.percentile(np.frombuffer(values), percent)) if values else None
 
 
-def _seconds(value: float | None) -> str:
+def shown_seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} s"

@@ -23,6 +23,7 @@ RANGES: Mapping[str, tuple[float, float, tuple[type, ...]]] = {
     "top_p": (math.nextafter(0, 1), 1, (int, float)),
     "top_k": (0, 2**31 - 1, (int,)),
     "min_p": (0, 1, (int, float)),
+    "repetition_penalty": (math.nextafter(0, 1), sys.float_info.max, (int, float)),
 }
 
 
@@ -76,12 +77,13 @@ def _ids(value: Any) -> list[int]:
 
 
 def _sampling(generation: Mapping[str, Any]) -> dict[str, float | int]:
-    """What is suggested; nothing where do_sample is false, or where neither it nor any sampling field is given."""
+    """What is suggested: of sampling nothing where do_sample is false, or neither it nor a field of it is given."""
     given = {name: generation[name] for name in RANGES if _in_range(name, generation.get(name))}
+    penalty = {"repetition_penalty": given.pop("repetition_penalty")} if "repetition_penalty" in given else {}
     samples = generation.get("do_sample")
     if samples is False or (samples is None and not given):
-        return {}
-    return {"temperature": 1.0} | given  # the temperature that transformers takes where none is named
+        return penalty  # which greedy answers have too
+    return {"temperature": 1.0} | given | penalty  # the temperature that transformers takes where none is named
 
 
 def _in_range(name: str, value: Any) -> bool:

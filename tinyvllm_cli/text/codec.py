@@ -69,6 +69,19 @@ class TextCodec:
             texts.append(request.prompt)
         return sum(self.tokenizer.least_tokens(text) for text in texts) + len(request.prompt_token_ids or ())
 
+    def encode_plain(self, text: str, field: str) -> list[int]:
+        """The ids of a text as it is, behind BOS where the tokenizer adds it: none, where both are empty.
+
+        RequestError invalid_token_id, which names the field.
+        """
+        ids = self.tokenizer.encode(text, add_bos=True)
+        self._check_ids(field, ids)
+        return ids
+
+    def least_plain(self, text: str) -> int:
+        """encode_plain() gives no fewer ids."""
+        return self.tokenizer.least_tokens(text)
+
     def is_plain(self, request: Request) -> bool:
         """The prompt is given to the model as it is: nothing of a chat template stands around it."""
         return request.messages is None and (
@@ -79,6 +92,10 @@ class TextCodec:
         """The last `count` >= 1 ids of a longer prompt, among them the BOS that it starts with, if it does."""
         bos = [id for id in ids[:1] if id == self.tokenizer.bos_token_id]
         return [*bos, *ids[len(ids) - count + len(bos) :]]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What an id stands for alone: also a control word, or a part of a character."""
+        return self.tokenizer.token_bytes(token_id, skip_special=False)
 
     def answer(self, request: Request, prompt_ids: Sequence[int]) -> Answer:
         """A fresh answer to a prompt that encode() gave."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from tinyvllm_cli.backends.cpu.rows import Rows, resolve_rows
 from tinyvllm_cli.backends.cpu.slots import Slots
 from tinyvllm_cli.backends.machine import available_cpus, available_memory
 from tinyvllm_cli.backends.pool import longest_sequence, pool_bounds, wanted_length
+from tinyvllm_cli.backends.row_layout import check_mask
 from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.llama import forward
@@ -27,21 +29,36 @@ from tinyvllm_cli.model.parameters import Weight, collect_parameters
 from tinyvllm_cli.model.rope import rope_tables
 from tinyvllm_cli.model.weights.layout import iter_weights
 from tinyvllm_cli.model.weights.source import TensorSource
-from tinyvllm_cli.types import F32, I32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
+from tinyvllm_cli.types import F32, I32, U32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
 
 FIRST_POSITIONS = 4096  # of the RoPE tables, before a sequence needs more
 FUSED = re.compile(r"\.[qkv]_proj\.|\.(gate|up)_proj\.")  # tensors that become parts of one
 ROUNDED = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A step that ran when it was enqueued: the CPU has nothing to run it beside."""
+class CpuStep:
+    """A step whose forward ran when it was enqueued, as the CPU has nothing to run it beside. Its tokens were drawn
+    then too, or are when its mask is there."""
 
-    output: StepOutput
+    def __init__(self, draw: Callable[[U32 | None], StepOutput], *, waits: bool) -> None:
+        self._draw = draw if waits else None
+        self._output = None if waits else draw(None)
+
+    @property
+    def waits(self) -> bool:
+        """For its mask."""
+        return self._draw is not None
+
+    def mask(self, bits: U32) -> None:
+        if self._draw is None:
+            raise ValueError("the step has its tokens: a mask comes once, and to a step with mask_rows")
+        self._output = self._draw(bits)
+        self._draw = None  # with it go the logits
 
     def result(self) -> StepOutput:
-        return self.output
+        if self._output is None:
+            raise ValueError("the step waits for its mask: call mask() before result()")
+        return self._output
 
 
 class CpuBackend:
@@ -84,6 +101,7 @@ class CpuBackend:
         self._slots = Slots(engine.slots, max_seq_len)
         self._device = Device(engine.threads or available_cpus())
         self._facts = BackendFacts("cpu", "CPU", engine.dtype, self._cache.token_bytes)
+        self._last: CpuStep | None = None
         self._closed = False
 
     @property
@@ -98,12 +116,13 @@ class CpuBackend:
         known = np.asarray(token_ids, np.int32)
         if known.size and not 0 <= known.min() <= known.max() < self._limits.vocab_size:
             raise ValueError(f"token ids of slot {slot} are not in the vocabulary")
+        self._require_drawn()
         self._slots.bind(slot, known, options)
 
-    def step(self, batch: Batch) -> Done:
+    def step(self, batch: Batch) -> CpuStep:
         rows, logits = self._forward(batch)
-        token_ids, logprobs = ops.sample(self._device, logits, rows, self._slots, num_ids=self._num_ids)
-        return Done(StepOutput(token_ids[None], logprobs[None]))
+        self._last = CpuStep(partial(self._draw, rows, logits), waits=rows.mask_rows is not None)
+        return self._last
 
     def logits(self, batch: Batch) -> F32:
         return self._forward(batch)[1]
@@ -124,6 +143,7 @@ class CpuBackend:
         """Write tokens, K and V of all rows; the logits of the sampled ones."""
         if self._closed:
             raise RuntimeError("the backend is closed")
+        self._require_drawn()
         rows = resolve_rows(batch, self._limits, self._slots)
         self._slots.token_table[rows.slots, rows.positions] = rows.token_ids
         self._slots.counted[rows.slots] = rows.positions + 1  # of a slot's rows the last one stays
@@ -131,6 +151,16 @@ class CpuBackend:
         with self._device.running(len(rows.positions)):
             logits = forward(ops, self._device, self._parameters, self._cache, rows, eps=self._eps, rope=self._rope)
         return rows, logits
+
+    def _draw(self, rows: Rows, logits: F32, masks: U32 | None) -> StepOutput:
+        if masks is not None and rows.mask_rows is not None:
+            check_mask(masks, rows.mask_rows, self._limits.vocab_size)
+        return ops.sample(self._device, logits, replace(rows, masks=masks), self._slots, num_ids=self._num_ids)
+
+    def _require_drawn(self) -> None:
+        """What comes after a step may not change what its tokens are drawn from."""
+        if self._last is not None and self._last.waits:
+            raise ValueError("a step waits for its mask: call its mask() before bind() and the next step()")
 
     def _reach(self, position: int) -> None:
         """Make the RoPE tables long enough: twice as long each time, for most contexts are never used to their end."""

@@ -11,7 +11,7 @@ import numpy as np
 from tinyvllm_cli.backends.cpu.slots import Slots
 from tinyvllm_cli.backends.row_layout import check_blocks, row_layout
 from tinyvllm_cli.config import BLOCK_SIZE
-from tinyvllm_cli.types import I32, Batch, Limits
+from tinyvllm_cli.types import I32, U32, Batch, Limits
 
 TILE_ROWS = 64  # rows that attend together: more would only meet more keys that the causal mask hides
 TILE_SCORES = 1 << 16  # rows times keys of a tile, for each head: the scores stay near the cache
@@ -47,6 +47,10 @@ class Rows:
     groups: tuple[Group, ...]  # cover all rows
     logits_indices: I32  # [R]
     sample_slots: I32  # [R]
+    targets: I32 | None  # [R], as in Batch
+    mask_rows: I32 | None  # [R], as in Batch
+    top_logprobs: int  # as in Batch
+    masks: U32 | None = None  # [M, ceil(V / 32)], once they are there
 
 
 def resolve_rows(batch: Batch, limits: Limits, kept: Slots) -> Rows:
@@ -65,8 +69,12 @@ def resolve_rows(batch: Batch, limits: Limits, kept: Slots) -> Rows:
         positions=positions,
         kv_rows=blocks * np.int32(BLOCK_SIZE) + positions % np.int32(BLOCK_SIZE),
         groups=tuple(_groups(_tiles(batch.block_tables, batch.query_start_loc, layout.lengths))),
-        logits_indices=batch.logits_indices,
-        sample_slots=batch.sample_slots,
+        # Copies, as a step that waits for its mask reads them when the caller may have changed his own.
+        logits_indices=batch.logits_indices.copy(),
+        sample_slots=batch.sample_slots.copy(),
+        targets=None if batch.targets is None else batch.targets.copy(),
+        mask_rows=None if batch.mask_rows is None else batch.mask_rows.copy(),
+        top_logprobs=batch.top_logprobs,
     )
 
 

@@ -5,8 +5,8 @@ noise of a token id at a position does not depend on which other ids, rows or st
 Gumbel-max (Gumbel 1954; Maddison et al., "A* sampling", 2014): argmax of logit / T + g with g = -log(-log(u)) takes
 each id with its softmax probability, and a rounding error moves a draw only where two ids all but tie.
 
-Order of a row: logit_bias on the raw logits; stop ids masked before min_position; greedy, or temperature, top_k, top_p,
-min_p, draw. In every comparison of equals the lowest id wins.
+Order of a row: penalties on the raw logits; logit_bias; masks (those of the step, and stop ids before min_position);
+greedy, or temperature, top_k, top_p, min_p, draw. In every comparison of equals the lowest id wins.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tinyvllm_cli.philox import U32, philox4x32_10
-from tinyvllm_cli.types import F32, GREEDY_BELOW, I32, SlotOptions
+from tinyvllm_cli.backends.cpu.filters import Ids, filtered_ids, temperature
+from tinyvllm_cli.backends.cpu.logprobs import logprobs_of_rows
+from tinyvllm_cli.backends.cpu.penalties import has_penalties, penalize
+from tinyvllm_cli.philox import philox4x32_10
+from tinyvllm_cli.types import F32, GREEDY_BELOW, I32, U32, SlotOptions, StepOutput
 
 if TYPE_CHECKING:
     from tinyvllm_cli.backends.cpu.gemm import Device
@@ -28,65 +31,101 @@ if TYPE_CHECKING:
 NAN_LOGITS = -1  # the row holds NaN or an infinity
 NOTHING_ALLOWED = -2  # every id is masked
 
-Ids = npt.NDArray[np.intp]
+NO_TOKENS: I32 = np.zeros(0, np.int32)
+RAW_GREEDY = SlotOptions()
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-
-def sample(device: Device, logits: F32, rows: Rows, slots: Slots, *, num_ids: int) -> tuple[I32, F32]:  # noqa: ARG001
-    """One token for each sampled row of logits f32[R, V], i32[R], and its logprob f32[R], NaN where not asked for.
+def sample(device: Device, logits: F32, rows: Rows, slots: Slots, *, num_ids: int) -> StepOutput:  # noqa: ARG001
+    """A token for each sampled row of logits f32[R, V], and the logprobs that rows and slots ask for.
 
     A row's slot (rows.sample_slots) says how to draw, and its token table gets the token, at the row's position plus
-    one. See sample_row and logprob.
+    one. A row with a target gives the greedy token of its raw logits, and the table nothing. See sample_row.
     """
-    positions = rows.positions[rows.logits_indices] + 1
-    options = [slots.options[slot] for slot in rows.sample_slots.tolist()]
-    token_ids = sample_rows(logits, options, positions, num_ids)
-    slots.write(rows.sample_slots, positions, token_ids)
-    drawn = zip(logits, token_ids.tolist(), options, strict=True)
-    logprobs = [logprob(row, token_id) if slot.logprobs else np.nan for row, token_id, slot in drawn]
-    return token_ids, np.array(logprobs, dtype=np.float32)
-
-
-def sample_rows(logits: F32, options: Sequence[SlotOptions], positions: I32, num_ids: int) -> I32:
-    """One token for each row of logits f32[R, V]: i32[R], drawn with options[r] for positions[r]. See sample_row."""
     logits = np.ascontiguousarray(logits)  # a product may leave columns in a row's place, slow for every pass over it
-    rows = zip(logits, options, positions.tolist(), strict=True)
-    return np.array([sample_row(row, slot, position, num_ids) for row, slot, position in rows], dtype=np.int32)
+    positions = rows.positions[rows.logits_indices] + 1
+    targets = np.full(len(positions), -1, np.int32) if rows.targets is None else rows.targets
+    draws = targets < 0
+    places = list(zip(rows.sample_slots.tolist(), positions.tolist(), draws.tolist(), strict=True))
+    options = [slots.options[slot] if drawn else RAW_GREEDY for slot, _, drawn in places]
+    histories = [slots.token_table[slot, :position] for slot, position, _ in places]
+    token_ids = sample_rows(logits, options, positions, num_ids, histories, _masks_of_rows(rows, draws))
+    slots.write(rows.sample_slots[draws], positions[draws], token_ids[draws])
+
+    asked = np.where(draws, np.where([slot.logprobs for slot in options], token_ids, -1), targets)
+    finite = token_ids != NAN_LOGITS
+    logprobs, top_ids, top_logprobs = logprobs_of_rows(logits, finite, asked, rows.top_logprobs, num_ids)
+    tops = (top_ids[None], top_logprobs[None]) if rows.top_logprobs else (None, None)
+    return StepOutput(token_ids[None], logprobs[None], *tops)
 
 
-def sample_row(logits: F32, options: SlotOptions, position: int, num_ids: int) -> int:
+def sample_rows(
+    logits: F32,
+    options: Sequence[SlotOptions],
+    positions: I32,
+    num_ids: int,
+    histories: Sequence[I32] | None = None,
+    masks: Sequence[U32 | None] | None = None,
+) -> I32:
+    """One token for each row of logits f32[R, V]: i32[R], drawn with options[r] for positions[r]. See sample_row."""
+    histories = [NO_TOKENS] * len(logits) if histories is None else histories
+    masks = [None] * len(logits) if masks is None else masks
+    rows = zip(logits, options, positions.tolist(), [num_ids] * len(logits), histories, masks, strict=True)
+    return np.array([sample_row(*row) for row in rows], dtype=np.int32)
+
+
+def sample_row(
+    logits: F32,
+    options: SlotOptions,
+    position: int,
+    num_ids: int,
+    history: I32 = NO_TOKENS,
+    mask: U32 | None = None,
+) -> int:
     """The token for `position` (that of the row's own token plus one) from raw logits f32[V].
 
+    history: the tokens at positions 0.., up to the row's own, which penalties read. mask: u32[ceil(V / 32)], bit
+    id % 32 of word id / 32 set where an id is allowed; None: all are.
     Ids from num_ids up are past the tokenizer and never come out. NAN_LOGITS if any of the V logits is not finite:
     broken weights must not give an answer that looks good. NOTHING_ALLOWED if every id is masked.
     """
     if not (np.isfinite(logits.min()) and np.isfinite(logits.max())):  # min and max hand NaN on
         return NAN_LOGITS
-    row = _with_bias_and_mask(logits[:num_ids], options, position)
+    row = processed_logits(logits[:num_ids], options, position, history, mask)
     best = int(row.argmax())  # the first of equals
     if row[best] == -np.inf:
         return NOTHING_ALLOWED
     if options.temperature < GREEDY_BELOW:
         return best
-    ids = _filtered_ids(row, row[best], options)
+    ids = filtered_ids(row, row[best], options)
     with np.errstate(over="ignore"):  # a logit / T past the range of float32 is an infinity, which compares rightly
         if ids is None:
-            return int((row / _temperature(options) + gumbel(options.seed, position, num_ids)).argmax())
+            return int((row / temperature(options) + gumbel(options.seed, position, num_ids)).argmax())
         noise = _gumbel_of(ids, options.seed, position, num_ids)
-        return int(ids[(row[ids] / _temperature(options) + noise).argmax()])
+        return int(ids[(row[ids] / temperature(options) + noise).argmax()])
 
 
-def logprob(logits: F32, token_id: int) -> float:
-    """Log-softmax of raw logits f32[V] at a token, in float32: before bias, masks and temperature, over all V.
+def processed_logits(
+    row: F32, options: SlotOptions, position: int, history: I32 = NO_TOKENS, mask: U32 | None = None
+) -> F32:
+    """The finite logits f32[num_ids] after penalties, bias and masks, which are -inf; the row itself where there is
+    nothing to change. Arguments as of sample_row."""
+    stop_ids = options.stop_ids if position < options.min_position else ()
+    if mask is None and not (options.logit_bias or stop_ids or has_penalties(options)):
+        return row
+    row = row.copy()
+    penalize(row, options, history)
+    for token_id, bias in options.logit_bias:
+        if token_id < len(row):
+            row[token_id] += np.float32(bias)
+    if mask is not None:
+        row[~allowed_ids(mask, len(row))] = -np.inf
+    row[[token_id for token_id in stop_ids if token_id < len(row)]] = -np.inf
+    return row
 
-    NaN for the marks of a failed draw.
-    """
-    if token_id < 0:
-        return np.nan
-    with np.errstate(over="ignore"):  # towards -inf, whose exp is 0
-        shifted = logits - logits.max()
-    return float(shifted[token_id] - np.log(np.exp(shifted).sum()))
+
+def allowed_ids(mask: U32, num_ids: int) -> npt.NDArray[np.bool_]:
+    """bool[num_ids] of a mask's bits."""
+    return np.unpackbits(mask.astype("<u4").view(np.uint8), count=num_ids, bitorder="little").view(np.bool_)
 
 
 def gumbel(seed: int, position: int, num_ids: int) -> F32:
@@ -128,62 +167,9 @@ def _gumbel_of(ids: Ids, seed: int, position: int, num_ids: int) -> F32:
     return gumbel_from_words(words[np.arange(len(ids)), ids % 4])
 
 
-def _with_bias_and_mask(row: F32, options: SlotOptions, position: int) -> F32:
-    """The row with its bias added and its masked ids at -inf; the row itself where there is nothing to change."""
-    masked = options.stop_ids if position < options.min_position else ()
-    if not options.logit_bias and not masked:
-        return row
-    row = row.copy()
-    for token_id, bias in options.logit_bias:
-        if token_id < len(row):
-            row[token_id] += np.float32(bias)
-    row[[token_id for token_id in masked if token_id < len(row)]] = -np.inf
-    return row
-
-
-def _temperature(options: SlotOptions) -> np.float32:
-    """Finite, so that -inf / T stays -inf."""
-    return np.float32(min(options.temperature, FLOAT32_MAX))
-
-
-def _filtered_ids(row: F32, best: np.float32, options: SlotOptions) -> Ids | None:
-    """Ascending ids that top_k, top_p and min_p leave, applied in this order; None: all of them.
-
-    top_p keeps the smallest set of most probable ids that holds at least top_p of what top_k left; min_p keeps ids
-    with at least min_p times the greatest probability. Ids are ordered by logit, which tells apart probabilities that
-    round to one number.
-    """
-    ids: Ids | None = None
-    if 0 < options.top_k < len(row):
-        ids = _largest(row, options.top_k)
-        row = row[ids]
-    if options.top_p < 1:
-        kept = _largest(row, _nucleus_size(_relative_probability(row, best, options), options.top_p))
-        ids = kept if ids is None else ids[kept]
-        row = row[kept]
-    if options.min_p > 0:
-        kept = np.flatnonzero(_relative_probability(row, best, options) >= np.float32(options.min_p))
-        ids = kept if ids is None else ids[kept]
-    return ids
-
-
-def _relative_probability(row: F32, best: np.float32, options: SlotOptions) -> F32:
-    """Probability over that of the most probable id, after temperature: in [0, 1], never NaN."""
-    with np.errstate(over="ignore"):  # towards -inf, whose exp is 0
-        relative: F32 = np.exp((row - best) / _temperature(options))
-    return relative
-
-
-def _nucleus_size(relative_probability: F32, top_p: float) -> int:
-    """How many of the most probable ids it takes to hold top_p of the mass; sums in float64."""
-    mass = np.cumsum(np.sort(relative_probability)[::-1], dtype=np.float64)
-    return int(np.searchsorted(mass, top_p * mass[-1])) + 1
-
-
-def _largest(row: F32, count: int) -> Ids:
-    """Ascending indices of the `count` largest values; at the border the lowest indices."""
-    border = np.partition(row, len(row) - count)[len(row) - count]
-    keep = row > border
-    ties = np.flatnonzero(row == border)
-    keep[ties[: count - np.count_nonzero(keep)]] = True
-    return np.flatnonzero(keep)
+def _masks_of_rows(rows: Rows, draws: npt.NDArray[np.bool_]) -> list[U32 | None]:
+    """Row by row; a row that does not draw needs none."""
+    if rows.mask_rows is None or rows.masks is None:
+        return [None] * len(draws)
+    places = np.where(draws, rows.mask_rows, -1).tolist()
+    return [None if place < 0 else rows.masks[place] for place in places]

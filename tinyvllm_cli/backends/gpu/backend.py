@@ -15,10 +15,13 @@ import numpy as np
 from tinyvllm_cli.backends.gpu import ops
 from tinyvllm_cli.backends.gpu.cublas import Blas
 from tinyvllm_cli.backends.gpu.device import Card, Device, open_card
+from tinyvllm_cli.backends.gpu.drawn import Landing
 from tinyvllm_cli.backends.gpu.graphs import Graphs
+from tinyvllm_cli.backends.gpu.in_flight import InFlight
 from tinyvllm_cli.backends.gpu.kernels import load_kernels
 from tinyvllm_cli.backends.gpu.kv import KVCache
 from tinyvllm_cli.backends.gpu.loading import allocate_parameters, load_weights
+from tinyvllm_cli.backends.gpu.masks import Masks
 from tinyvllm_cli.backends.gpu.memory import (
     Buffers,
     MemoryPlan,
@@ -29,13 +32,13 @@ from tinyvllm_cli.backends.gpu.memory import (
     table_rooms,
 )
 from tinyvllm_cli.backends.gpu.nvrtc import load_nvrtc
-from tinyvllm_cli.backends.gpu.pinned import Pinned, PinnedRing
+from tinyvllm_cli.backends.gpu.pinned import PinnedRing
 from tinyvllm_cli.backends.gpu.random_weights import DeviceTensors, fill_random
 from tinyvllm_cli.backends.gpu.rows import Rows, Upload, resolve_rows
 from tinyvllm_cli.backends.gpu.slots import Slots
 from tinyvllm_cli.backends.gpu.supported import check_model
 from tinyvllm_cli.backends.gpu.tuning import tune
-from tinyvllm_cli.backends.row_layout import within
+from tinyvllm_cli.backends.row_layout import check_mask, within
 from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.model.llama import forward
@@ -43,23 +46,10 @@ from tinyvllm_cli.model.parameters import Array, Parameters
 from tinyvllm_cli.model.random_weights import RandomTensors
 from tinyvllm_cli.model.rope import rope_tables
 from tinyvllm_cli.model.weights.source import TensorSource
-from tinyvllm_cli.types import F32, I32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
+from tinyvllm_cli.types import F32, I32, U32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
 
+DRAWN_OUTSIDE = 1  # of the shape of a graph: draws are no part of it
 REFILL_SHARE = 16  # of the slots, the part that is free when prompts come in: a step with prompts is no captured one
-
-
-class InFlight:
-    """A step that was enqueued."""
-
-    def __init__(self, read: Callable[[], StepOutput]) -> None:
-        self._read = read
-        self._output: StepOutput | None = None
-
-    def result(self) -> StepOutput:
-        """Wait for the step; what was read once stays. DeviceError where the GPU failed."""
-        if self._output is None:
-            self._output = self._read()
-        return self._output
 
 
 class GpuBackend:
@@ -95,6 +85,7 @@ class GpuBackend:
         self._closing = ExitStack()
         self._closed = False
         self._fault: str | None = None
+        self._last: InFlight | None = None
         self._card = open_card()
         try:
             with self._running():
@@ -128,15 +119,16 @@ class GpuBackend:
         kernels = load_kernels(card.compute_capability, engine.dtype, config.head_dim, engine.kv_dtype, cache)
         blas = closed_later(closing(Blas.create(stream, workspace, kernels)))
         self._device = Device(card, stream, kernels, blas, engine.dtype, buffers)
-        for zeros in (tables["blocks"], buffers.tickets):
+        for zeros in (tables["blocks"], buffers.tickets, buffers.draw_ticket):
             cuda.memsetAsync(zeros.data.ptr, 0, zeros.nbytes, stream.ptr)
         self._slots = closed_later(closing(Slots(cuda, tables["tokens"], tables["blocks"], stream.ptr)))
         ring = closed_later(closing(PinnedRing(cuda, max_in_flight, region.nbytes)))
         view = device_view(region.data.ptr, region.nbytes, card.index)
         self._upload = Upload(cuda, ring, view, region.nbytes)
-        # Where tokens and logprobs of steps in flight arrive; those that none has.
-        landing = partial(Pinned, cuda, buffers.drawn.nbytes)
-        self._landings = [closed_later(closing(landing())) for _ in range(max_in_flight)]
+        copies = Stream(non_blocking=True)
+        self._masks = closed_later(closing(Masks(cuda, buffers.masks, copies, stream)))
+        landing = partial(Landing, cuda, buffers.drawn, stream.ptr)
+        self._landings = [closed_later(closing(landing())) for _ in range(max_in_flight)]  # those that no step has
         self._graphs = Graphs(cuda, stream, kernels.counts)
         self._closing.callback(self._close_graphs)
         self._rope = (tables["cos"], tables["sin"])
@@ -169,6 +161,7 @@ class GpuBackend:
         if not within(known, 0, self._limits.vocab_size):
             raise ValueError(f"token ids of slot {slot} are not in the vocabulary")
         with self._running():
+            self._require_drawn()
             self._slots.bind(slot, known, options)
 
     def step(self, batch: Batch) -> InFlight:
@@ -176,15 +169,15 @@ class GpuBackend:
             if not self._landings:
                 raise ValueError(f"{self._limits.max_in_flight} steps are in flight: read one before the next")
             rows = self._resolve(batch, pads_decoding=True)
-            if rows.shape is None:
-                self._enqueue(rows, ops)
-            else:
-                self._graphs.run(rows.shape, partial(self._enqueue, rows, ops))
-            landing, drawn = self._landings.pop(), self._device.buffers.drawn
-            cuda, stream = self._card.cuda, self._device.stream.ptr
-            cuda.memcpyAsync(landing.address, drawn.data.ptr, drawn.nbytes, cuda.memcpyDeviceToHost, stream)
-            landing.record(stream)
-        return InFlight(partial(self._read, landing, len(batch.sample_slots)))
+            waits = rows.draw.masks is not None
+            self._compute(rows)
+            landing, num_top = self._landings.pop(), batch.top_logprobs
+            if not waits:
+                landing.copy(num_top)
+        draw = partial(self._draw_masked, rows, landing, num_top)
+        read = partial(self._read, landing, len(batch.sample_slots), num_top)
+        self._last = InFlight(draw, read, waits=waits)
+        return self._last
 
     def run(self, batch: Batch, module: ModuleType) -> tuple[Array, Array]:
         """Enqueue a step through a module of ops: tokens i32[R] and logprobs f32[R], the GPU's until the next step.
@@ -234,6 +227,7 @@ class GpuBackend:
 
     def _resolve(self, batch: Batch, *, pads_decoding: bool = False) -> Rows:
         """Lay a step out, and enqueue the copy of what its kernels read, and what comes before the step itself."""
+        self._require_drawn()
         config = self._config
         rows = resolve_rows(
             batch,
@@ -259,11 +253,41 @@ class GpuBackend:
         drawn: tuple[Array, Array] = module.sample(self._device, logits, rows, self._slots, num_ids=self._num_ids)
         return drawn
 
-    def _read(self, landing: Pinned, count: int) -> StepOutput:
+    def _compute(self, rows: Rows) -> None:
+        """Enqueue a step, captured as far as it has the shape of others; where it waits for its mask, all but its
+        draws."""
+        shape = rows.shape
+        if shape is not None and rows.draw.follows_shape:
+            self._graphs.run(shape, partial(self._enqueue, rows, ops))
+            return
+        if shape is None:
+            self._forward(rows, ops)
+        else:
+            self._graphs.run((*shape, DRAWN_OUTSIDE), partial(self._forward, rows, ops))
+        if rows.draw.masks is None:
+            self._draw(rows)
+
+    def _draw(self, rows: Rows) -> None:
+        logits = self._device.buffers.logits[: rows.num_sampled, : self._config.vocab_size]
+        ops.sample(self._device, logits, rows, self._slots, num_ids=self._num_ids)
+
+    def _draw_masked(self, rows: Rows, landing: Landing, num_top: int, bits: U32) -> None:
+        assert rows.draw.masks is not None
         with self._running():
-            landing.wait()
-        words = landing.bytes.view(np.int32).reshape(2, -1)[:, :count].copy()
-        output = StepOutput(words[:1], words[1:].view(np.float32))
+            check_mask(bits, rows.draw.masks, self._config.vocab_size)
+            self._masks.send(bits, rows.draw.masks)
+            self._draw(rows)
+            self._masks.were_read()
+            landing.copy(num_top)
+
+    def _require_drawn(self) -> None:
+        """What comes after a step may not change what its tokens are drawn from."""
+        if self._last is not None and self._last.waits:
+            raise ValueError("a step waits for its mask: call its mask() before bind() and the next step()")
+
+    def _read(self, landing: Landing, count: int, num_top: int) -> StepOutput:
+        with self._running():
+            output = landing.read(count, num_top)
         self._landings.append(landing)
         return output
 

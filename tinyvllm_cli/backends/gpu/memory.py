@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tinyvllm_cli.backends.gpu import attention, sample
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
 from tinyvllm_cli.backends.gpu.device import Card, elem_dtype
+from tinyvllm_cli.backends.gpu.drawn import drawn_parts, drawn_words
 from tinyvllm_cli.backends.gpu.kv import plane_room
 from tinyvllm_cli.backends.gpu.rows import upload_limit, widest_table
 from tinyvllm_cli.backends.pool import longest_sequence, pool_bounds, wanted_length
@@ -126,8 +127,11 @@ def activation_rooms(config: ModelConfig, engine: EngineConfig, max_seq_len: int
         "logits": ((R, logits), F32),
         "partials": ((places, kv, attention.MMA_ROWS, D + 2), F32),
         "tickets": ((places, kv), I32),
-        "drawn": ((2, R), I32),
+        "draw_ticket": ((1,), I32),
+        "drawn": ((drawn_words(R),), I32),
         "edits": sample.edits_room(config.vocab_size),
+        "masks": ((R, -(-config.vocab_size // 32)), np.dtype(np.uint32)),
+        "raw_logits": ((R, max_seq_len), F32),
     }
 
 
@@ -163,16 +167,20 @@ class Buffers:
     logits: Array  # f32[R, V]
     partials: Array  # f32[places, Hkv, 16, D + 2] of attention over split keys
     tickets: Array  # i32[places, Hkv] zeros whenever no kernel runs: who merges them
-    drawn: Array  # i32[2, R], read back in one copy: token_ids, and the bits of logprobs
+    draw_ticket: Array  # i32[1] zero whenever no kernel runs: which row is drawn last
+    drawn: Array  # i32[.], read back in one copy: token_ids, logprobs; where asked for, top_ids and top_logprobs too
     token_ids: Array  # i32[R]
     logprobs: Array  # f32[R] of them
+    top_ids: Array  # i32[R, MAX_TOP_LOGPROBS]
+    top_logprobs: Array  # f32[R, MAX_TOP_LOGPROBS]
     edits: Array  # i32[., 2] of logits, where a step has more than its upload holds
+    masks: Array  # u32[R, ceil(vocab_size / 32)]
+    raw_logits: Array  # f32[R, positions], of what penalties have changed while a row is drawn
 
     @classmethod
     def take(cls, arena: Arena, config: ModelConfig, engine: EngineConfig, max_seq_len: int) -> Buffers:
         arrays = arena.take_all(activation_rooms(config, engine, max_seq_len))
-        drawn = arrays["drawn"]
-        return cls(**arrays, token_ids=drawn[0], logprobs=drawn[1].view(F32))
+        return cls(**arrays, **drawn_parts(arrays["drawn"]))
 
 
 # ---------------------------------------------------------------- how much of it

@@ -133,9 +133,9 @@ class Lockstep:
         logits_host = self._host(logits)
         token_ids, logprobs = self._gpu.sample(device, logits, rows, slots, num_ids=num_ids)
         wanted = reference.sample(self._cpu, logits_host, self._rows, self._slots, num_ids=num_ids)
-        self._compare("sample", "token ids", None, self._get(token_ids), wanted[0], 0)
-        allowed = tolerance.logprobs(wanted[1], logits.shape[1])
-        self._compare("sample", "logprobs", None, self._host(logprobs), wanted[1], allowed)
+        self._compare("sample", "token ids", None, self._get(token_ids), wanted.token_ids[0], 0)
+        allowed = tolerance.logprobs(wanted.logprobs[0], logits.shape[1])
+        self._compare("sample", "logprobs", None, self._host(logprobs), wanted.logprobs[0], allowed)
         positions = self._rows.positions[self._rows.logits_indices] + 1
         fits = positions < self._slots.token_table.shape[1]
         self._compare_tokens("sample", self._rows.sample_slots[fits], positions[fits])

@@ -29,6 +29,10 @@ class Pinned:
         """Returns at once where nothing was recorded."""
         self._cuda.eventSynchronize(self._event)
 
+    def hold_back(self, stream: int) -> None:
+        """What is enqueued there from now on waits for the copies recorded so far."""
+        self._cuda.streamWaitEvent(stream, self._event)
+
     def close(self) -> None:
         """Nobody may touch `bytes` any more. Quiet on a card that has failed, which the process's end frees."""
         with suppress(RuntimeError):

@@ -98,12 +98,10 @@ class Rows:
 
     @property
     def shape(self) -> Shape | None:
-        """Of a padded step: others of the same shape launch the same kernels on the same addresses. None: of a step
-        that is not padded, or whose launches depend on more than its shape."""
+        """Of a padded step: others of the same shape launch the same kernels on the same addresses, but for draws that
+        are no part of the shape. None: of a step that is not padded, or whose launches depend on more."""
         decodes = self.attention.decodes
-        if not self.padded or len(decodes) != 1 or self.draw.num_edits:
-            return None
-        return self.num_rows, len(decodes[0])
+        return (self.num_rows, len(decodes[0])) if self.padded and len(decodes) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +117,7 @@ class _HostRows:
     logits_indices: I32
     sample_slots: I32
     sample_positions: I32
+    asked: sample.Asked
 
 
 def resolve_rows(
@@ -170,7 +169,7 @@ def resolve_rows(
             upload=upload,
             padded=padded,
         ),
-        draw=sample.plan_draw(kept.options, host.sample_slots, host.sample_positions, num_ids, upload),
+        draw=sample.plan_draw(kept.options, host.sample_slots, host.sample_positions, host.asked, num_ids, upload),
         padded=padded,
         # Last: where the others lie must depend on the shape of the step alone.
         changes=None if changes is None else put(changes),
@@ -188,6 +187,7 @@ def _host_rows(batch: Batch, layout: RowLayout) -> _HostRows:
         logits_indices=batch.logits_indices,
         sample_slots=batch.sample_slots,
         sample_positions=layout.positions[batch.logits_indices] + np.int32(1),
+        asked=sample.Asked(batch.targets, batch.mask_rows, batch.top_logprobs),
     )
 
 
@@ -216,7 +216,8 @@ def _padded(host: _HostRows, nobody: int) -> _HostRows:
     filled[:, :count] = host.token_ids, host.positions, host.lengths, host.slots
     filled[:, count:] = [[-1], [0], [1], [nobody]]
     token_ids, positions, lengths, slots = filled
-    return _HostRows(token_ids, positions, slots, every, lengths, slots, every[:-1], slots, lengths)
+    asked = host.asked.padded(rows)
+    return _HostRows(token_ids, positions, slots, every, lengths, slots, every[:-1], slots, lengths, asked)
 
 
 def _aligned(nbytes: int) -> int:

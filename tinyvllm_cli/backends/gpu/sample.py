@@ -1,6 +1,7 @@
 """The `sample` op on the GPU: how each row is drawn, laid out for the kernel of cuda/sample.cu.
 
-An edit adds a number to one logit of a row: a bias, or -inf to mask an id.
+An edit adds a number to one logit of a row: a bias, or -inf to mask an id. Penalties, masks, targets and how many of
+the likeliest ids are wanted are data of a row: a step with them launches what others launch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tinyvllm_cli.backends.cpu.sample import FLOAT32_MAX
+from tinyvllm_cli.backends.cpu.filters import FLOAT32_MAX
+from tinyvllm_cli.backends.cpu.penalties import repetition_factor
 from tinyvllm_cli.model.parameters import Array
 from tinyvllm_cli.types import GREEDY_BELOW, I32, SlotOptions
 
@@ -34,12 +36,36 @@ OPTIONS = np.dtype(  # the struct Options in cuda/sample.cu
         ("temperature", np.float32),
         ("top_k", np.int32),
         ("min_p", np.float32),
-        ("logprobs", np.int32),
+        ("padding", np.int32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("output_start", np.int32),
         ("first_edit", np.int32),
         ("num_edits", np.int32),
+        ("mask_row", np.int32),
+        ("target", np.int32),
+        ("logprobs", np.int32),
+        ("num_top", np.int32),
     ]
 )
+OPTION_WORDS = OPTIONS.itemsize // 4
 EDIT = np.dtype([("id", np.int32), ("value", np.float32)])  # the struct Edit
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a step asks of its R sampled rows, beside what their slots say; as in Batch."""
+
+    targets: I32 | None = None  # [R]
+    mask_rows: I32 | None = None  # [R]
+    top_logprobs: int = 0
+
+    def padded(self, rows: int) -> Asked:
+        """With rows that ask for nothing, up to so many."""
+        if self.targets is None and self.mask_rows is None:
+            return self
+        return Asked(_filled_up(self.targets, rows), _filled_up(self.mask_rows, rows), self.top_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +78,16 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class DrawPlan:
-    options: Array  # device i32[R, 10], each an OPTIONS; its first_edit counts from the first of its launch
+    options: Array  # device i32[R, OPTION_WORDS], each an OPTIONS; its first_edit counts from the first of its launch
     launches: tuple[Draws, ...]  # cover the R rows
     uploaded: bool  # whether the edits are on the device; there are at most UPLOAD_EDITS then, and one launch
     num_edits: int
+    masks: I32 | None  # rows of the step's mask, in the order in which options count them; None: it gets no mask
+
+    @property
+    def follows_shape(self) -> bool:
+        """Whether its launches, and when they come, depend on the shape of the step alone."""
+        return self.masks is None and not self.num_edits
 
 
 def edits_room(vocab_size: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -89,13 +121,36 @@ class DrawOptions:
         return {row: _edits(self._options[slots[row]], int(positions[row]), num_ids) for row in rows}
 
 
-def plan_draw(kept: DrawOptions, slots: I32, positions: I32, num_ids: int, upload: Upload) -> DrawPlan:
+def plan_draw(kept: DrawOptions, slots: I32, positions: I32, asked: Asked, num_ids: int, upload: Upload) -> DrawPlan:
     """How to draw tokens for positions i32[R] as slots i32[R] do; ids from num_ids up are no tokens."""
+    words = _as_words(kept.records).take(slots, axis=0)
+    table = words.view(OPTIONS)[:, 0]
+    masks = _ask(table, asked)
     of_rows = kept.edits(slots, positions, num_ids)
     if not of_rows:
-        all_rows = (Draws(slice(0, len(slots)), None),) if len(slots) else ()
-        return DrawPlan(upload.put(_as_words(kept.records).take(slots, axis=0)), all_rows, uploaded=True, num_edits=0)
-    table = kept.records[slots]
+        launches, uploaded, num_edits = [Draws(slice(0, len(slots)), None)] if len(slots) else [], True, 0
+    else:
+        launches, uploaded, num_edits = _plan_edits(table, of_rows, num_ids, upload)
+    return DrawPlan(upload.put(words), tuple(launches), uploaded, num_edits, masks)
+
+
+def _ask(table: npt.NDArray[Any], asked: Asked) -> I32 | None:
+    """Write into the options of the rows what their step asks; DrawPlan.masks."""
+    if asked.top_logprobs:
+        table["num_top"] = asked.top_logprobs
+    if asked.targets is not None:
+        table["target"] = asked.targets
+    if asked.mask_rows is None:
+        return None
+    masked = np.flatnonzero(asked.mask_rows >= 0)
+    table["mask_row"][masked] = np.arange(len(masked))
+    return asked.mask_rows[masked]
+
+
+def _plan_edits(
+    table: npt.NDArray[Any], of_rows: dict[int, dict[int, float]], num_ids: int, upload: Upload
+) -> tuple[list[Draws], bool, int]:
+    """Write into the options of the rows which edits they have: launches, uploaded and num_edits of a DrawPlan."""
     for row, row_edits in of_rows.items():
         table["num_edits"][row] = len(row_edits)
     ends = np.cumsum(table["num_edits"])
@@ -107,37 +162,48 @@ def plan_draw(kept: DrawOptions, slots: I32, positions: I32, num_ids: int, uploa
         start, stop = int(starts[rows.start]), int(ends[rows.stop - 1])
         table["first_edit"][rows] = starts[rows] - start
         launches.append(Draws(rows, upload.put(edits[start:stop]) if uploaded else edits[start:stop]))
-    return DrawPlan(upload.put(_as_words(table)), tuple(launches), uploaded, len(edits))
+    return launches, uploaded, len(edits)
 
 
 def sample(device: Device, logits: Array, rows: Rows, slots: Slots, *, num_ids: int) -> tuple[Array, Array]:
     """One token for each sampled row of logits f32[R, V], i32[R], and its logprob f32[R], NaN where not asked for.
 
-    Each token also goes into its slot's token table, where its position fits. A row of logits starts at a multiple of
-    16 bytes.
+    Each token also goes into its slot's token table, where its position fits. The likeliest ids are left in the buffers
+    top_ids and top_logprobs; masks are read from the buffer of that name. A row of logits starts at a multiple of 16
+    bytes.
     """
-    token_ids, logprobs = device.buffers.token_ids, device.buffers.logprobs
-    stride = logits.strides[0] // logits.itemsize
-    sizes = (logits.shape[1], stride, num_ids, slots.token_table.shape[1])
-    for draws in rows.draw.launches:
-        part = draws.rows
-        edits = draws.edits if rows.draw.uploaded else _copy_edits(device, draws.edits)
-        places = (rows.sample_slots[part], rows.sample_positions[part])
-        out = (token_ids[part], logprobs[part], slots.token_table)
-        args = (*out, logits[part], rows.draw.options[part], edits, *places, *sizes)
-        device.launch("sample_rows", (part.stop - part.start,), THREADS, args)
-    return token_ids[: rows.num_sampled], logprobs[: rows.num_sampled]
+    buffers, draw, stride = device.buffers, rows.draw, logits.strides[0] // logits.itemsize
+    out = (buffers.token_ids, buffers.logprobs, buffers.top_ids, buffers.top_logprobs)
+    kept = (slots.token_table, buffers.draw_ticket, logits, draw.options)
+    scratch, places = (buffers.masks, buffers.raw_logits), (rows.sample_slots, rows.sample_positions)
+    sizes = (rows.num_sampled, logits.shape[1], stride, num_ids, slots.token_table.shape[1])
+    for draws in draw.launches:
+        edits = draws.edits if draw.uploaded else _copy_edits(device, draws.edits)
+        args = (*out, *kept, edits, *scratch, *places, draws.rows.start, *sizes)
+        device.launch("sample_rows", (draws.rows.stop - draws.rows.start,), THREADS, args)
+    return buffers.token_ids[: rows.num_sampled], buffers.logprobs[: rows.num_sampled]
 
 
 def _record(slot: SlotOptions) -> tuple[float | int, ...]:
-    """An OPTIONS, its edits left out. The limit keeps -inf / T at -inf."""
+    """An OPTIONS of a row that asks for nothing, its edits left out. The limit keeps -inf / T at -inf."""
     temperature = 0.0 if slot.temperature < GREEDY_BELOW else min(slot.temperature, FLOAT32_MAX)
-    return slot.top_p, slot.seed, temperature, slot.top_k, slot.min_p, slot.logprobs, 0, 0
+    filters = (slot.top_p, slot.seed, temperature, slot.top_k, slot.min_p, 0)
+    factor = float(repetition_factor(slot))
+    penalties = (factor, slot.presence_penalty, slot.frequency_penalty, slot.output_start)
+    return *filters, *penalties, 0, 0, -1, -1, slot.logprobs, 0
+
+
+def _filled_up(values: I32 | None, rows: int) -> I32 | None:
+    if values is None:
+        return None
+    filled: I32 = np.full(rows, -1, np.int32)
+    filled[: len(values)] = values
+    return filled
 
 
 def _as_words(records: npt.NDArray[Any]) -> I32:
-    """i32[., 10], the same memory."""
-    return records.view(np.int32).reshape(-1, OPTIONS.itemsize // 4)
+    """i32[., OPTION_WORDS], the same memory."""
+    return records.view(np.int32).reshape(-1, OPTION_WORDS)
 
 
 def _edits(slot: SlotOptions, position: int, num_ids: int) -> dict[int, float]:
