@@ -17,6 +17,7 @@ from tinyvllm_cli.types import F32, I32, SlotOptions
 
 VOCAB, NUM_IDS = 26, 23  # the most probable ids are no tokens
 DRAWS = 100_000  # of each setting
+ROWS = 10_000  # of one draw at most
 Z = 3.719  # of the normal distribution, at 1e-4
 HISTORY = (3, 11, 4, 11, 22, 7, 7, 4, 7, 0, 15, 7, -2, 25)
 OUTPUT = {"output_start": 5}
@@ -145,9 +146,9 @@ def assert_follows(drawn: I32, expected: npt.NDArray[np.float64], what: str) -> 
 
 
 def one_by_one(draw: Draw) -> ManyDraws:
-    """Each token of a row of its own."""
+    """Each token of a row of its own, all positions of a few seeds at once."""
 
-    def many(logits: F32, setting: Setting, seeds: Sequence[int], positions: I32, num_ids: int) -> I32:
+    def some(logits: F32, setting: Setting, seeds: Sequence[int], positions: I32, num_ids: int) -> I32:
         options = [replace(setting.options, seed=seed) for seed in seeds for _ in positions]
         table = np.full((len(options), int(positions.max()) + 1), -1, np.int32)
         table[:, : len(setting.history)] = setting.history
@@ -162,6 +163,11 @@ def one_by_one(draw: Draw) -> ManyDraws:
         places = np.tile(positions, len(seeds))
         drawn = draw(logits[None], options, places, num_ids, table=table, **masked)
         return drawn.token_ids.reshape(len(seeds), -1)
+
+    def many(logits: F32, setting: Setting, seeds: Sequence[int], positions: I32, num_ids: int) -> I32:
+        few = max(1, ROWS // len(positions))
+        parts = [seeds[start : start + few] for start in range(0, len(seeds), few)]
+        return np.concatenate([some(logits, setting, part, positions, num_ids) for part in parts])
 
     return many
 

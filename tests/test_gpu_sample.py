@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import draw_laws
+import draw_statistics
 import pytest
 import sample_laws
 from draws import Draw
@@ -123,3 +124,10 @@ def test_draw(law: Callable[[Draw, int, int], None], vocab: int, num_ids: int, d
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_chi_square_of_draws(options: SlotOptions, device: OpDevice):
     sample_laws.draws_follow_the_probabilities(device, LLAMA_3, options, DRAWS)
+
+
+@pytest.mark.parametrize("number", range(len(draw_statistics.SETTINGS)))
+def test_draws_follow_the_exact_probabilities_and_are_numpys(number: int, device: OpDevice):
+    drawn = draw_statistics.draw_many(draw_statistics.one_by_one(partial(draw, device)), number, seeds=2000)
+    draw_statistics.assert_probable(drawn, number)
+    draw_statistics.assert_numpys(drawn, number)
