@@ -161,7 +161,8 @@ def one_by_one(draw: Draw) -> ManyDraws:
             }
         )
         places = np.tile(positions, len(seeds))
-        drawn = draw(logits[None], options, places, num_ids, table=table, **masked)
+        rows = np.tile(logits, (len(options), 1))  # edits of a row go into its logits for the time of the draw
+        drawn = draw(rows, options, places, num_ids, table=table, **masked)
         return drawn.token_ids.reshape(len(seeds), -1)
 
     def many(logits: F32, setting: Setting, seeds: Sequence[int], positions: I32, num_ids: int) -> I32:
