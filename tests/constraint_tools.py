@@ -11,7 +11,7 @@ import numpy as np
 from text_vocab import byte_level, sentencepiece
 
 from tinyvllm_cli.errors import RequestError
-from tinyvllm_cli.text.constraint import read_constraint
+from tinyvllm_cli.io.constraints import read_constraint
 from tinyvllm_cli.text.gguf_tokenizer import build_tokenizer
 from tinyvllm_cli.text.grammars import Grammars
 from tinyvllm_cli.text.tokenizer import load_tokenizer

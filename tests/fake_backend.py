@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+from fake_grammars import FakeGrammars
 
 from tinyvllm_cli.errors import DeviceError, RequestError
 from tinyvllm_cli.types import Batch, Limits, Request, SamplingParams, SlotOptions, StepOutput
@@ -165,6 +166,9 @@ class FakeBackend:
         self.in_flight.append(pending)
         return pending
 
+    def mask_memory(self) -> np.ndarray:
+        return np.full((self.limits.max_slots, -(-self.limits.vocab_size // 32)), 0xDEADBEEF, np.uint32)
+
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self.copied.append(pairs)
         for source, target in pairs:
@@ -262,7 +266,10 @@ class FakeBackend:
         if place < 0 or token < 0:
             return token
         assert masks is not None and place < len(masks)
-        allowed = [i for i in range(self.limits.vocab_size) if masks[place, i // 32] >> (i % 32) & 1]
+        options = self.options[int(batch.sample_slots[r])]
+        held_back = options.stop_ids if len(history) < options.min_position else ()
+        ids = [i for i in range(self.limits.vocab_size) if i not in held_back]
+        allowed = [i for i in ids if masks[place, i // 32] >> (i % 32) & 1]
         return token if token in allowed else allowed[token % len(allowed)] if allowed else -2
 
     def _likeliest(self, history: tuple[int, ...]) -> list[int]:
@@ -300,6 +307,9 @@ class FakeAnswer:
         self.stopped_by = next((stop for stop in self.request.params.stop if self.text.endswith(stop)), None)
         return f" {token_id}"
 
+    def push_all(self, token_ids: list[int]) -> str:
+        return "".join(map(self.push, token_ids))
+
     def finish(self) -> str:
         if self.stopped_by is not None:
             return ""
@@ -314,6 +324,7 @@ class FakeCodec:
     clock: VirtualClock = field(default_factory=VirtualClock)
     push_s: float = 0.0  # seconds of text work a token
     broken_token: int | None = None
+    grammars: FakeGrammars | None = None
 
     def least_tokens(self, request: Request) -> int:
         return 0

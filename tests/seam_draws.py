@@ -234,6 +234,24 @@ def a_mask_says_which_ids_are_allowed(subject: Subject) -> None:
 
 
 @law
+def masks_may_lie_in_the_backends_own_memory(subject: Subject) -> None:
+    """In the order of the rows that are masked, and in another."""
+    ids, bits = prompt(7), bits_of([range(0, VOCAB, 7), range(3, VOCAB, 11)], VOCAB)
+    for rows in ([0, -1, 1], [1, -1, 0], [-1, -1, 1]):
+        drawn = []
+        for own in (False, True):
+            backend = subject.fresh()
+            for slot in range(3):
+                backend.bind(slot, ids[: 5 + slot], SlotOptions(temperature=1.5, seed=slot))
+            memory = backend.mask_memory()[:2] if own else np.empty_like(bits)
+            memory[:] = bits
+            pending = backend.step(masked(ids, rows))
+            pending.mask(memory)
+            drawn.append(pending.result().token_ids.tolist())
+        assert drawn[0] == drawn[1]
+
+
+@law
 def masks_may_come_while_the_next_step_runs(subject: Subject) -> None:
     """A mask that depends on the token before it, beside a sequence that knows no masks."""
     ids, options = prompt(9), SlotOptions(temperature=1.5, seed=6)

@@ -55,7 +55,7 @@ def test_every_page_has_examples_that_are_its_command():
             if command.name == "run":
                 options = RunOptions(**context.params)
                 options.check()
-                options.settings()
+                options.settings(None)
 
 
 def test_the_first_page_has_examples_that_are_commands():

@@ -55,7 +55,7 @@ def requests_of_lines_page() -> str:
     found = re.findall(
         r"^```json\n({\"custom_id\": \"r\d\", \"(?:prompt|messages)\".*?)```", page, re.DOTALL | re.MULTILINE
     )
-    assert len(found) == 2
+    assert len(found) == 3
     return "".join(found)
 
 
@@ -97,7 +97,7 @@ def test_the_answers_that_the_pages_show_are_those_of_a_run(default_model: Path,
     assert run_here("run", source, "-m", default_model, "-o", out, "-q", "--backend", "cpu") == 0
     found = {answer["custom_id"]: place_free(answer) for answer in read_answers(out)}
     shown = [json.loads(line) for page in PAGES for line in page.read_text().splitlines() if ANSWER.match(line)]
-    assert [answer["custom_id"] for answer in shown] == ["capital", 16, "r1", "r2"]
+    assert [answer["custom_id"] for answer in shown] == ["capital", 16, "r1", "r2", "r3"]
     assert rounded([place_free(one) for one in shown]) == rounded([found[one["custom_id"]] for one in shown])
 
 

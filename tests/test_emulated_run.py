@@ -19,9 +19,11 @@ ANSWERS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9, "seed": 5, "ignore_eos": True},
     {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_tokens": 3, "logit_bias": {"100": 3.0}},
+    {"choice": ["more and more", "more or less"], "presence_penalty": 0.5},
+    {"json_schema": {"type": "object", "required": ["a"], "properties": {"a": {"type": "string"}}}, "temperature": 1},
 ]
 LINES = [
-    {"custom_id": i, "prompt": f"Number {i}. " * (1 + 5 * i % 4), "max_tokens": 3 + 4 * i % 9, **ANSWERS[i % 3]}
+    {"custom_id": i, "prompt": f"Number {i}. " * (1 + 5 * i % 4), "max_tokens": 3 + 4 * i % 9, **ANSWERS[i % 5]}
     for i in range(10)
 ]
 

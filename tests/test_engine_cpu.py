@@ -1,5 +1,6 @@
 """The engine over the NumPy backend and real text: an answer is the same in any company, order, slot, chunk, memory."""
 
+import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -19,8 +20,15 @@ from tinyvllm_cli.engine.sampling import request_seed, sample_seed, slot_options
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
 from tinyvllm_cli.text.codec import TextCodec
 from tinyvllm_cli.text.tokenizer import load_tokenizer
-from tinyvllm_cli.types import Choice, Completion, Request, SamplingParams
+from tinyvllm_cli.types import U32, Choice, Completion, Constraint, Request, SamplingParams
 
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 2}, "old": {"type": "boolean"}},
+        "required": ["name", "old"],
+    }
+)
 ANSWERS: list[dict[str, Any]] = [  # ends of every kind, greedy and drawn
     {},
     {"temperature": 1.0},
@@ -29,14 +37,19 @@ ANSWERS: list[dict[str, Any]] = [  # ends of every kind, greedy and drawn
     {"temperature": 2.0, "stop_token_ids": tuple(range(BYTE_OFFSET, BYTE_OFFSET + 90)), "min_tokens": 4},
     {"temperature": 0.8, "top_p": 0.9, "min_tokens": 1, "logit_bias": ((EOS_IDS[1], 4.0),)},
 ]
+CONSTRAINED: list[dict[str, Any]] = [
+    {"constraint": Constraint("choice", '["more than one", "more and more", "less"]', "choice"), "min_tokens": 3},
+    {"constraint": Constraint("regex", "(ab|[c-f]+x{6})*", "regex"), "temperature": 1.2, "frequency_penalty": 0.7},
+    {"constraint": Constraint("json_schema", SCHEMA, "json_schema"), "temperature": 1.0, "ignore_eos": True},
+]
 REQUESTS = [
     Request(
         request_id=i,
         custom_id=f"r-{i}",
         prompt="Tell me more. "[: 1 + 5 * i % 13] * (1 + i % 5),
-        params=SamplingParams(max_tokens=5 + 3 * i % 17, **ANSWERS[i % len(ANSWERS)]),
+        params=SamplingParams(max_tokens=5 + 3 * i % 17, **answer),
     )
-    for i in range(16)
+    for i, answer in enumerate([*ANSWERS, *ANSWERS, *ANSWERS[:4], *CONSTRAINED, *CONSTRAINED, *CONSTRAINED])
 ]
 
 
@@ -45,7 +58,9 @@ class Model:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.codec = TextCodec(load_tokenizer(checkpoint.path), None)
+        eos_token_ids = checkpoint.generation.eos_token_ids
+        tokenizer = load_tokenizer(checkpoint.path)
+        self.codec = TextCodec(tokenizer, None, None, checkpoint.config.vocab_size, eos_token_ids)
 
     def backend(self, *, num_blocks: int | None = None, max_in_flight: int = 1, **config: Any) -> CpuBackend:
         return CpuBackend(
@@ -96,11 +111,25 @@ def near_ties(model: Model, requests: Sequence[Request], answers: dict[int, Choi
         rows = np.arange(len(prompt) - 1, len(step.token_ids), dtype=np.int32)
         with closing(model.backend(slots=len(rows), **config)) as backend:
             logits = backend.logits(replace(step, logits_indices=rows, sample_slots=np.zeros_like(rows)))
-        drawn = sample_rows(logits, [options] * len(rows), rows + 1, model.codec.size)
+        histories = [step.token_ids[: row + 1] for row in rows]
+        how = [options] * len(rows), rows + 1, model.codec.size, histories, masks(model, request, token_ids)
+        drawn = sample_rows(logits, *how)
         assert drawn.tolist() == list(token_ids)
         logits[np.arange(len(rows)), token_ids] -= np.float32(1e-3)
-        count += np.count_nonzero(sample_rows(logits, [options] * len(rows), rows + 1, model.codec.size) != drawn)
+        count += np.count_nonzero(sample_rows(logits, *how) != drawn)
     return count
+
+
+def masks(model: Model, request: Request, token_ids: Sequence[int]) -> list[U32 | None]:
+    """Of each token of an answer the mask that it is drawn from."""
+    if request.params.constraint is None:
+        return [None] * len(token_ids)
+    matcher = model.codec.grammars.matcher(request.params.constraint)
+    rows = np.zeros((len(token_ids), model.codec.grammars.words), np.uint32)
+    for token_id, row in zip(token_ids, rows, strict=True):
+        matcher.fill(row)
+        matcher.advance(token_id)
+    return list(rows)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +159,28 @@ def alone_in_fp8(model: Model) -> dict[int, Choice]:
 def test_the_requests_end_in_every_way(alone: dict[int, Choice]):
     reasons = {(choice.finish_reason, type(choice.stop_reason).__name__) for choice in alone.values()}
     assert reasons == {("length", "NoneType"), ("stop", "NoneType"), ("stop", "str"), ("stop", "int")}
+
+
+def test_forced_tokens_are_computed_together_and_not_drawn(model: Model):
+    """Those of one text: the first steps compute the prompt and draw, the last ones draw nothing that is known."""
+    constraint = Constraint("choice", '["more and more of it"]', "choice")
+    ask = Request(request_id=0, custom_id=0, prompt="Tell", params=SamplingParams(constraint=constraint))
+    for ahead in (1, 2, 3):
+        choice = model.answers([ask], slots=1, max_in_flight=ahead)[0]
+        assert (choice.text, choice.finish_reason) == ("more and more of it", "stop")
+        assert (len(choice.token_ids), model.stats.completion_tokens) == (19, 19)
+        assert model.stats.steps <= ahead
+
+
+def test_every_token_under_a_constraint_has_its_logprob(model: Model):
+    constrained = [request for request in REQUESTS if request.params.constraint]
+    told = [replace(request, params=replace(request.params, logprobs=2)) for request in constrained]
+    without = model.answers(constrained, slots=4)
+    for request in told:
+        choice = model.answers([request], slots=4, max_in_flight=2)[request.request_id]
+        plain = without[request.request_id]
+        assert (choice.token_ids, choice.text) == (plain.token_ids, plain.text)
+        assert [told.id for told in choice.logprobs] == list(choice.token_ids)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 from fake_backend import FakeBackend, FakeCodec, NextToken, VirtualClock, hashed, limits, refilling_limits, request
+from fake_grammars import FakeGrammars, Rules, constraint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,34 +46,49 @@ def alone(req: Request, lim: Limits) -> tuple[object, ...] | str:
         return "prompt_too_long"
     options = slot_options(req, len(prompt), run_seed=0, eos_token_ids=EOS)
     tokens = list(prompt)
+    rules = None if params.constraint is None else Rules(params.constraint.source, VOCAB, EOS)
+    made: tuple[int, ...] = ()
     while len(tokens) < max_len:
         token = model()(tuple(tokens), options)
+        if rules is not None:
+            if (ids := rules.allowed(made)) is None:
+                return "invalid_schema"
+            if len(tokens) < options.min_position:
+                ids = [i for i in ids if i not in options.stop_ids]
+            token = token if token in ids or token < 0 else ids[token % len(ids)] if ids else -2
         if token < 0:
             return "nan_logits" if token == -1 else "invalid_value"
         tokens.append(token)
         made = tuple(tokens[len(prompt) :])
         if token in params.stop_token_ids:
             return made, "stop", token
-        if token in EOS and not params.ignore_eos:
+        if token in EOS and (rules is not None or not params.ignore_eos):
+            return made, "stop", None
+        if rules is not None and rules.is_broken(made):
+            return "invalid_schema"
+        if rules is not None and rules.allowed(made) == []:
             return made, "stop", None
     return (made, "length", None) if params.max_tokens else ()
 
 
-def samples(req: Request, lim: Limits) -> list[tuple[object, ...]] | str:
-    """What each answer of a request must be, as that of a request of its own; or the error of all."""
+def samples(req: Request, lim: Limits) -> list[tuple[object, ...]] | set[str]:
+    """What each answer of a request must be, as that of a request of its own; or the errors of which it has one."""
     seed = request_seed(req, 0)
     outcomes = [
         alone(replace(req, params=replace(req.params, n=1, seed=sample_seed(seed, i))), lim)
         for i in range(req.params.n)
     ]
-    error = next((outcome for outcome in outcomes if isinstance(outcome, str)), None)
-    return error or [outcome for outcome in outcomes if isinstance(outcome, tuple) and outcome]
+    errors = {outcome for outcome in outcomes if isinstance(outcome, str)}
+    return errors or [outcome for outcome in outcomes if isinstance(outcome, tuple) and outcome]
 
 
-def run(arrivals: list[Arrival], lim: Limits, *, prefix_cache: bool = True) -> tuple[list[Event], FakeBackend, Engine]:
+def run(
+    arrivals: list[Arrival], lim: Limits, *, prefix_cache: bool = True, deltas: bool = True
+) -> tuple[list[Event], FakeBackend, Engine]:
     clock = VirtualClock()
     backend = FakeBackend(lim, model(), clock)
-    engine = Engine(backend, FakeCodec(clock), eos_token_ids=EOS, clock=clock, prefix_cache=prefix_cache)
+    codec = FakeCodec(clock, grammars=FakeGrammars(VOCAB, EOS))
+    engine = Engine(backend, codec, eos_token_ids=EOS, clock=clock, prefix_cache=prefix_cache, deltas=deltas)
     backend.owners = engine._batcher.memory.pool.owners
     events: list[Event] = []
     step, last = 0, max((a.at + (a.abort_after or 0) for a in arrivals), default=0)
@@ -109,6 +125,7 @@ any_limits = st.builds(
     block_size=st.sampled_from([1, 2, 4, 16]),
     num_blocks=st.integers(2, 12) | st.integers(2, 40),
     max_in_flight=st.integers(1, 4),
+    chunk_cost=st.integers(0, 2),
     vocab_size=st.just(VOCAB),
 )
 
@@ -132,17 +149,21 @@ def any_arrivals(draw: st.DrawFn, aborts: bool = True, faults: bool = False) -> 
             n=draw(st.sampled_from([1, 1, 2, 3, 7])),
             stop_token_ids=stops,
             seed=seed,
+            constraint=draw(st.none() | st.integers(0, 9).map(constraint)) if seed != FAULTY else None,
         )
         abort_after = draw(st.none() | st.integers(0, 12)) if aborts else None
         arrivals.append(Arrival(req, draw(st.integers(0, 8)), abort_after))
     return arrivals
 
 
-def ask_once_what_fails(arrivals: list[Arrival]) -> None:
-    """A request's answers all end where one of them has no id to draw."""
+def change(arrivals: list[Arrival], **params: object) -> None:
     for arrival in arrivals:
-        if len(arrival.request.params.stop_token_ids) == VOCAB:
-            arrival.request = replace(arrival.request, params=replace(arrival.request.params, n=1))
+        arrival.request = replace(arrival.request, params=replace(arrival.request.params, **params))
+
+
+def ask_once_what_fails(arrivals: list[Arrival], lim: Limits) -> None:
+    """A request's answers all end where one of them fails."""
+    change([arrival for arrival in arrivals if isinstance(samples(arrival.request, lim), set)], n=1)
 
 
 @contextmanager
@@ -169,14 +190,16 @@ def test_every_request_gets_what_it_gets_alone(
             continue
         wanted = samples(arrival.request, lim)
         if completion.error is not None:
-            assert completion.error.type == wanted
+            assert completion.error.type in wanted
             continue
-        assert [c.index for c in completion.choices] == list(range(len(wanted)))
+        assert isinstance(wanted, list) and [c.index for c in completion.choices] == list(range(len(wanted)))
         assert [(c.token_ids, c.finish_reason, c.stop_reason) for c in completion.choices] == wanted
         deltas = [e for e in events if isinstance(e, Delta) and e.request_id == completion.request_id]
         for choice in completion.choices:
             assert sum((d.token_ids for d in deltas if d.index == choice.index), ()) == choice.token_ids
-        assert completion.usage.completion_tokens == len(deltas) == sum(len(ids) for ids, _, _ in wanted)
+        made = sum(len(ids) for ids, _, _ in wanted)
+        assert completion.usage.completion_tokens == made
+        assert arrival.request.params.constraint or len(deltas) == made
     assert not backend.in_flight
     assert engine._batcher.memory.pool.num_owned == 0
     assert engine.stats.steps == len(backend.steps)
@@ -186,7 +209,7 @@ def test_every_request_gets_what_it_gets_alone(
 def test_slots_are_given_in_the_order_of_arrival(arrivals: list[Arrival], lim: Limits):
     enough = limits(max_slots=lim.max_slots, max_seq_len=lim.max_seq_len, block_size=lim.block_size).num_blocks
     lim = replace(lim, num_blocks=enough)  # so that nobody gets a slot twice
-    ask_once_what_fails(arrivals)
+    ask_once_what_fails(arrivals, lim)
     _, backend, engine = run(arrivals, lim)
     assert engine.stats.preemptions == 0
     by_arrival = sorted(arrivals, key=lambda a: a.at)  # stable: those of one step by their number
@@ -204,6 +227,22 @@ def test_steps_ahead_change_no_answer(arrivals: list[Arrival], lim: Limits):
     assert answers(1) == answers(2) == answers(4)
 
 
+@given(any_arrivals(), any_limits)
+def test_nobody_listening_changes_no_answer(arrivals: list[Arrival], lim: Limits):
+    told, _, _ = run(arrivals, lim)
+    silent, _, _ = run(arrivals, lim, deltas=False)
+    assert silent == [event for event in told if isinstance(event, Completion)]
+
+
+@given(any_arrivals(aborts=False), any_limits)
+def test_what_forced_tokens_cost_changes_no_answer(arrivals: list[Arrival], lim: Limits):
+    def answers(chunk_cost: int) -> list[tuple[int, object, object]]:
+        events, _, _ = run(arrivals, replace(lim, chunk_cost=chunk_cost))
+        return sorted((e.request_id, e.choices, e.error) for e in events if isinstance(e, Completion))
+
+    assert answers(0) == answers(1) == answers(100)
+
+
 @given(any_arrivals(aborts=False), any_limits)
 def test_when_slots_are_refilled_changes_no_answer(arrivals: list[Arrival], lim: Limits):
     def answers(refill_slots: int) -> list[tuple[int, object, object]]:
@@ -215,7 +254,8 @@ def test_when_slots_are_refilled_changes_no_answer(arrivals: list[Arrival], lim:
 
 @given(any_arrivals(aborts=False), any_limits)
 def test_without_steps_ahead_nothing_is_drawn_in_vain(arrivals: list[Arrival], lim: Limits):
-    ask_once_what_fails(arrivals)
+    change(arrivals, constraint=None)  # under which some tokens are not drawn
+    ask_once_what_fails(arrivals, lim)
     events, backend, engine = run(arrivals, replace(lim, max_in_flight=1))
     no_token = [e for e in events if isinstance(e, Completion) and e.error and e.error.type == "invalid_value"]
     assert sum(len(step.sampled) for step in backend.steps) == engine.stats.completion_tokens + len(no_token)

@@ -22,7 +22,7 @@ from constraint_tools import (
 
 import tinyvllm_cli.text.grammars as module
 from tinyvllm_cli.errors import RequestError
-from tinyvllm_cli.text.constraint import read_constraint
+from tinyvllm_cli.io.constraints import read_constraint
 from tinyvllm_cli.text.grammars import Grammars
 
 SCHEMAS = schemas()

@@ -15,7 +15,7 @@ from lines import GOOD, json_values, read
 
 from tinyvllm_cli.errors import FailureType, RequestError, UsageError
 from tinyvllm_cli.io.csv_lines import read_header
-from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS
+from tinyvllm_cli.io.fields import FIELDS, FORM_FIELDS
 from tinyvllm_cli.io.openai_lines import BODIES
 from tinyvllm_cli.io.prompts import Defaults, Item, read_requests
 from tinyvllm_cli.io.results import encode
@@ -279,6 +279,8 @@ options = st.fixed_dictionaries(
         "max_tokens": st.integers(),
         "temperature": st.floats(),
         "stop": st.lists(anything, max_size=2).map(tuple),
+        "choice": st.lists(anything, max_size=2).map(tuple),
+        "json_schema": st.dictionaries(anything, anything, max_size=2) | st.booleans() | anything,
         "seed": st.integers(),
     },
 )
@@ -294,6 +296,11 @@ def test_options_are_taken_or_refused_and_lines_stay_lines(named: dict[str, Any]
     items = read(b"\n".join(lines), default)
     assert len(items) == len(lines)
     check(items)
-    assert {name for name in ANSWER_FIELDS if getattr(default.params, name) != getattr(Defaults().params, name)} <= {
-        *named, *(text.partition("=")[0] for text in assigned)
-    }  # fmt: skip
+    said = {*named, *(text.partition("=")[0] for text in assigned)}
+    names = said | {"constraint"} if said & set(FORM_FIELDS) else said
+    plain = Defaults().params
+    assert {
+        field.name
+        for field in dataclasses.fields(plain)
+        if getattr(default.params, field.name) != getattr(plain, field.name)
+    } <= names

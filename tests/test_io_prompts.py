@@ -180,11 +180,6 @@ def test_an_unknown_field_is_named_with_the_nearest(line: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("name", "neutral", "asking"),
     [
-        ("choice", [], ["a"]),
-        ("json_schema", [], {}),
-        ("regex", [], "a"),
-        ("grammar", [], "a"),
-        ("response_format", [{"type": "text"}], {"type": "json_object"}),
         ("tools", [[]], [{}]),
         ("functions", [[]], [{}]),
         ("tool_choice", ["none"], "auto"),

@@ -17,6 +17,14 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HOT = {"temperature": 1.5, "max_tokens": 9}
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Name a fruit."}]
+FRUIT = {
+    "type": "object",
+    "properties": {"fruit": {"enum": ["fig", "plum"]}},
+    "required": ["fruit"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "fruit", "strict": True, "schema": FRUIT}}
+ODD = {"type": "json_schema", "json_schema": {"name": "odd", "schema": {"not": {}}}}
 # Ids, and what is asked: as a line of our own, and as url and body.
 PAIRS: dict[str | int, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "greedy": ({"messages": MESSAGES, "max_tokens": 7}, CHAT, {"messages": MESSAGES, "max_completion_tokens": 7}),
@@ -34,6 +42,16 @@ PAIRS: dict[str | int, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"messages": MESSAGES, **HOT, "logprobs": True, "top_logprobs": 3, "presence_penalty": 0.5},
     ),
     "text": ({"prompt": "One", "raw": True, **HOT, "logprobs": 3}, TEXT, {"prompt": "One", **HOT, "logprobs": 3}),
+    "form": (
+        {"messages": MESSAGES, "temperature": 1, "max_tokens": 40, "json_schema": FRUIT},
+        CHAT,
+        {"messages": MESSAGES, "temperature": 1, "max_tokens": 40, "response_format": FORMAT},
+    ),
+    "chosen": (
+        {"prompt": "One", "raw": True, "choice": ["two", "three"]},
+        TEXT,
+        {"prompt": "One", "choice": ["two", "three"], "response_format": {"type": "text"}},
+    ),
     "none": ({"messages": MESSAGES, "max_tokens": 0}, CHAT, {"messages": MESSAGES, "max_tokens": 0}),
 }
 TOLD = ["told", "text"]  # logprobs, whose last digits may be others in other company on a CPU
@@ -43,6 +61,7 @@ BATCH = [
     for custom_id, (_, url, body) in PAIRS.items()
 ]
 BAD = [
+    {"custom_id": "odd", "method": "POST", "url": CHAT, "body": {"messages": MESSAGES, "response_format": ODD}},
     {"custom_id": "tool", "method": "POST", "url": CHAT, "body": {"messages": MESSAGES, "tools": [{}]}},
     {"custom_id": "long", "method": "POST", "url": TEXT, "body": {"prompt": [1] * 5000}},
     {"custom_id": "id", "method": "POST", "url": TEXT, "body": {"prompt": [1, 999]}},
@@ -133,6 +152,10 @@ def test_there_is_something_to_compare(answers: tuple[Any, Any]):
     assert all(text for custom_id in ("greedy", "hot", 17, "17") for text, *_ in found[custom_id])
     assert len({text for text, *_ in found[17]}) == 3 and found["none"] == []
     assert found["stop"][0][2:] == ("stop", "a")
+    assert found["form"][0][0] in ('{"fruit": "fig"}', '{"fruit": "plum"}') and found["chosen"][0][0] in (
+        "two",
+        "three",
+    )
 
 
 def test_each_body_is_read_back_by_openais_own_types(answers: tuple[Any, Any], chat: Path):
@@ -149,6 +172,7 @@ def test_each_body_is_read_back_by_openais_own_types(answers: tuple[Any, Any], c
 @pytest.mark.parametrize(
     ("custom_id", "code", "param"),
     [
+        ("odd", "invalid_schema", "response_format"),
         ("tool", "unsupported", "tools"),
         ("long", "prompt_too_long", "prompt"),
         ("id", "invalid_token_id", "prompt"),

@@ -17,7 +17,7 @@ from tiny import CHAT_TEMPLATE, make_tiny_model
 
 from tinyvllm_cli.engine.intake import take_prompt
 from tinyvllm_cli.errors import FailureType, RequestError
-from tinyvllm_cli.io.fields import FIELDS, PROMPT_KINDS
+from tinyvllm_cli.io.fields import FIELDS, FORM_FIELDS, PROMPT_KINDS
 from tinyvllm_cli.io.openai_lines import APIS, BODIES
 from tinyvllm_cli.io.prompts import Defaults
 from tinyvllm_cli.io.results import encode
@@ -46,11 +46,20 @@ def test_a_schema_is_one(name: str):
 
 # ---------------------------------------------------------------- in
 
+FORMS: list[Any] = [
+    None, True, False, 5, "", "a", [], ["a", "b"], ["a", "a"], ["a", 5], {}, {"type": "text"}, {"type": "json_object"},
+    {"type": "text", "json_schema": {}}, {"type": "json_object", "more": None}, {"type": "json_object", "more": 5},
+    {"type": "json_schema"}, {"type": "json_schema", "json_schema": None}, {"type": "json_schema", "json_schema": {}},
+    {"type": "json_schema", "json_schema": {"schema": {}}}, {"type": "json_schema", "json_schema": {"schema": None}},
+    {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"type": "object"}, "more": None}},
+    {"type": "json_schema", "json_schema": {"schema": True}, "more": None}, {"type": "grammar"}, {"type": ["text"]},
+    {"type": "json_schema", "json_schema": {"schema": {}, "more": 5}}, {"type": "json_schema", "json_schema": "a"},
+]  # fmt: skip
 # Borders of the ranges, and what asks for nothing. Floats are no whole numbers: for a schema 1.0 is an integer.
 EDGES = [
     None, True, False, -101, -100, -2, -1, 0, 1, 2, 3, 20, 21, 100, 101, 1024, 1025, 2**63, 2**64 - 1, 2**64, -(2**63),
     -(2**63) - 1, -0.5, 1e-6, 0.5, 1.5, -2.5, "", "a", "none", "medium", [], [""], ["a"], ["a", ""], ["text"], [5],
-    [-1], {}, {"1": 100}, {"1": -101}, {"x": 1}, {"01": 1}, {"-1": 1}, {"1": "a"}, {"type": "text"}, [USER], [None],
+    [-1], {}, {"1": 100}, {"1": -101}, {"x": 1}, {"01": 1}, {"-1": 1}, {"1": "a"}, [USER], [None], *FORMS,
 ]  # fmt: skip
 floats = st.floats(-1e6, 1e6).filter(lambda number: not number.is_integer())
 values = st.sampled_from(EDGES) | st.recursive(
@@ -84,6 +93,17 @@ prompts = st.one_of(
     ids.map(lambda value: {"prompt_token_ids": value}),
     st.dictionaries(st.sampled_from(PROMPT_KINDS), values, max_size=3),
 )
+GOOD_FORMS = {
+    "json_schema": {},
+    "regex": "a",
+    "grammar": "a",
+    "choice": ["a"],
+    "response_format": {"type": "json_object"},
+}
+form_names = st.sets(st.sampled_from(FORM_FIELDS), max_size=3)
+forms = form_names.flatmap(
+    lambda names: st.fixed_dictionaries({name: st.just(GOOD_FORMS[name]) | st.sampled_from(FORMS) for name in names})
+)
 own_lines = st.builds(dict.__or__, prompts, st.dictionaries(names(FIELDS), values, max_size=2))
 
 
@@ -115,6 +135,12 @@ def agree(line: dict[str, Any], schema: Draft202012Validator, codec: TextCodec) 
 @given(own_lines)
 def test_the_schema_of_our_own_lines_agrees_with_the_reader(codec: TextCodec, line: dict[str, Any]):
     agree(line, OWN, codec)
+
+
+@given(forms)
+def test_the_form_of_an_answer_in_both_schemas(codec: TextCodec, form: dict[str, Any]):
+    agree({"prompt": "a", **form}, OWN, codec)
+    agree({"method": "POST", "url": "/v1/chat/completions", "body": {"messages": [USER], **form}}, BATCH, codec)
 
 
 @given(batch_lines)

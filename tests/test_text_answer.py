@@ -212,6 +212,16 @@ def test_what_was_shown_is_the_text(byte_level, ids, stops, min_tokens, include)
     assert answer.stopped_by is not None or byte_level.core.decode(ids).endswith(shown)
 
 
+@given(st.lists(st.integers(0, TOKENIZER_SIZE - 1), max_size=30) | ANSWERS, st.lists(st.just(OTHER_ID)), st.booleans())
+def test_ids_pushed_together_give_what_they_give_one_by_one(byte_level, ids, stops, in_thought):
+    ids = byte_ids(ids) if isinstance(ids, str) else ids
+    params = SamplingParams(stop_token_ids=tuple(stops), min_tokens=3)
+    one, all_at_once = (Answer(byte_level, params, in_thought=in_thought) for _ in range(2))
+    shown = "".join([*map(one.push, ids), one.finish()])
+    assert all_at_once.push_all(ids) + all_at_once.finish() == shown
+    assert (all_at_once.text, all_at_once.reasoning) == (one.text, one.reasoning)
+
+
 def test_a_stop_id_that_is_pushed_shows_its_text(byte_level):
     hidden, _ = run(byte_level, [*byte_ids("a"), OTHER_ID])
     shown, _ = run(byte_level, [*byte_ids("a"), OTHER_ID], stop_token_ids=(OTHER_ID,))

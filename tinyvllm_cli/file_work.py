@@ -131,7 +131,7 @@ def _run(run: _Checked, hold: Hold) -> int:
             return _nothing_to_answer(run, ready)
         from tinyvllm_cli.load import load
 
-        with closing(load(prepared)) as loaded:
+        with closing(load(prepared, deltas=False)) as loaded:
             return _answer(run, ready, loaded, hold)
 
 

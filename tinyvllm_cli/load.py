@@ -16,6 +16,7 @@ from tinyvllm_cli.backends.choose import (
     engine_config,
     open_backend,
 )
+from tinyvllm_cli.backends.machine import available_cpus
 from tinyvllm_cli.config import EngineConfig, EngineOptions
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
@@ -24,6 +25,8 @@ from tinyvllm_cli.model.storage import known_cache_dir
 from tinyvllm_cli.text.chat_template import load_chat_template
 from tinyvllm_cli.text.codec import TextCodec
 from tinyvllm_cli.text.tokenizer import load_tokenizer
+
+MASK_THREADS = 16  # at most: more have too little to do each
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,14 @@ def open_text_side(
     checkpoint = open_checkpoint(files.path)
     tokenizer = load_tokenizer(checkpoint.source)
     template = load_chat_template(checkpoint.source, now=now)
-    codec = TextCodec(tokenizer, template, system, checkpoint.config.vocab_size)
+    codec = TextCodec(
+        tokenizer,
+        template,
+        system,
+        checkpoint.config.vocab_size,
+        checkpoint.generation.eos_token_ids,
+        threads=min(MASK_THREADS, available_cpus()),
+    )
     return TextSide(codec, checkpoint, files)
 
 
@@ -114,8 +124,11 @@ def prepare(
     return Prepared(chosen, in_force, text, time.monotonic() - started)
 
 
-def load(prepared: Prepared) -> LoadedModel:
-    """Read the weights and make the device ready. ModelError where they do not fit, DeviceError for the GPU."""
+def load(prepared: Prepared, *, deltas: bool = True) -> LoadedModel:
+    """Read the weights and make the device ready. deltas: as of Engine.
+
+    ModelError where the weights do not fit, DeviceError for the GPU.
+    """
     started = time.monotonic()
     config, codec, checkpoint = prepared.config, prepared.text.codec, prepared.text.checkpoint
     device = open_backend(prepared.backend, checkpoint, config, codec.tokenizer.size, known_cache_dir())
@@ -125,6 +138,7 @@ def load(prepared: Prepared) -> LoadedModel:
         eos_token_ids=checkpoint.generation.eos_token_ids,
         run_seed=config.seed,
         prefix_cache=config.prefix_cache,
+        deltas=deltas,
     )
     seconds = prepared.seconds + time.monotonic() - started
     return LoadedModel(engine, config, device, codec, checkpoint, prepared.text.files, seconds)

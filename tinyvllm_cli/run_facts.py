@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tinyvllm_cli import __version__
 from tinyvllm_cli.backends.machine import available_cpus
 from tinyvllm_cli.config import KVDtypeName
+from tinyvllm_cli.io.constraints import as_field
 from tinyvllm_cli.io.fields import shown
 from tinyvllm_cli.io.prompts import Defaults
 from tinyvllm_cli.io.scan import Scan
@@ -82,7 +83,7 @@ def model_facts(loaded: LoadedModel) -> dict[str, Any]:
 def answer_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
     """How prompts are given and answered where a line says nothing else, for the record."""
     template = loaded.codec.template
-    facts: dict[str, Any] = {"answers": asdict(defaults.params), "chat_template": None}
+    facts: dict[str, Any] = {"answers": _answer_fields(defaults.params), "chat_template": None}
     if template is not None:
         facts["chat_template"] = {
             "in_force": not defaults.raw,
@@ -90,6 +91,16 @@ def answer_facts(loaded: LoadedModel, defaults: Defaults) -> dict[str, Any]:
             "source": template.source,
         }
     return facts
+
+
+def _answer_fields(params: SamplingParams) -> dict[str, Any]:
+    """As a line gives them."""
+    values = asdict(params)
+    del values["constraint"]
+    if params.constraint is not None:
+        name, value = as_field(params.constraint)
+        values[name] = value
+    return values
 
 
 def backend_facts(facts: BackendFacts) -> dict[str, Any]:
@@ -126,11 +137,11 @@ def input_name(source: Source, scan: Scan | None) -> str:
 def answers_line(loaded: LoadedModel, output: str, params: SamplingParams, *, seed: int, model_sampling: bool) -> str:
     """What a line gets that says nothing itself, and whether the sampling of generation_config.json is in force."""
     how = "greedy" if params.temperature < GREEDY_BELOW else f"temperature {params.temperature:g}, run seed {seed}"
-    plain = SamplingParams()
+    plain = _answer_fields(SamplingParams())
     more = [
         f", {name} {shown(value)}"
-        for name, value in asdict(params).items()
-        if value != getattr(plain, name) and name not in {"temperature", "max_tokens"}
+        for name, value in _answer_fields(params).items()
+        if (name not in plain or value != plain[name]) and name not in {"temperature", "max_tokens"}
     ]
     suggested = ", ".join(f"{name} {value:g}" for name, value in loaded.checkpoint.generation.sampling.items())
     if suggested:

@@ -17,7 +17,7 @@ from tinyvllm_cli.io.prompts import Defaults, Item
 from tinyvllm_cli.io.results import Encode, encoder
 from tinyvllm_cli.io.resume import stamped
 from tinyvllm_cli.io.rows import Rows, read_rows
-from tinyvllm_cli.io.settings import read_text_option
+from tinyvllm_cli.io.settings import TextOption, read_text_option
 from tinyvllm_cli.io.source import open_source
 from tinyvllm_cli.io.summary import Tally
 from tinyvllm_cli.io.text_answers import encode_text
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Options on which answers depend.
 TELLING = (
     "model", "revision", "dtype", "kv_dtype", "max_model_len", "template", "raw", "truncate", "n", "max_tokens",
-    "temperature", "stop", "seed", "set", "model_sampling",
+    "temperature", "stop", "choice", "json_schema", "seed", "set", "model_sampling",
 )  # fmt: skip
 
 
@@ -97,9 +97,8 @@ def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[s
     Arguments as of work_through().
     """
     options.check()
-    settings = options.settings()
-    texts = {"--system": read_text_option("--system", options.system)}
-    texts["--template"] = read_text_option("--template", options.template)
+    texts = _read_texts(options)
+    settings = options.settings(texts["--json-schema"])
     used = {f"{name} file": text.status for name, text in texts.items() if text is not None and text.status}
     system = None if texts["--system"] is None else texts["--system"].text
     source = open_source(options.input)
@@ -108,3 +107,15 @@ def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[s
         rows = read_rows(source, texts["--template"], options.id, options.keep, raw=options.raw)
         work = RunWork(options, settings, system, rows)
         return work_through(work, source, used=used, origins=origins, command=command, hold=hold)
+
+
+def _read_texts(options: RunOptions) -> dict[str, TextOption | None]:
+    """By the options that give them."""
+    schema = options.json_schema
+    values = {
+        "--system": options.system,
+        "--template": options.template,
+        "--json-schema": None if schema is None else f"@{schema}",
+    }
+    takes_input = options.input == "-"
+    return {name: read_text_option(name, value, takes_input=takes_input) for name, value in values.items()}

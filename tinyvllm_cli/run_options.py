@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.file_options import FileOptions
 from tinyvllm_cli.io.prompts import Defaults
-from tinyvllm_cli.io.settings import line_defaults, read_settings
+from tinyvllm_cli.io.settings import TextOption, line_defaults, read_schema, read_settings
 
 if TYPE_CHECKING:
     from tinyvllm_cli.model.checkpoint import Checkpoint
@@ -31,6 +31,8 @@ class RunOptions(FileOptions):
     max_tokens: int | None = None
     temperature: float | None = None
     stop: tuple[str, ...] = ()
+    choice: tuple[str, ...] = ()
+    json_schema: str | None = None
     seed: int = 0
     set: tuple[str, ...] = ()
     model_sampling: bool = False
@@ -44,11 +46,18 @@ class RunOptions(FileOptions):
             raise UsageError("--resume needs JSON lines, which name their requests: leave out --format text")
         FileOptions.check(self)
 
-    def settings(self) -> dict[str, Any]:
-        """The fields of a line that the command sets. UsageError for a bad one."""
+    def settings(self, schema: TextOption | None) -> dict[str, Any]:
+        """The fields of a line that the command sets. schema: the file of json_schema. UsageError for a bad one."""
         read_settings({"seed": self.seed}, ())  # only to check it: the run's seed is no field of a line
-        named = {"n": self.n, "max_tokens": self.max_tokens, "temperature": self.temperature}
-        return read_settings({**named, "stop": self.stop or None}, self.set)
+        named = {
+            "n": self.n,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "stop": self.stop or None,
+            "choice": self.choice or None,
+            "json_schema": None if schema is None else read_schema(schema),
+        }
+        return read_settings(named, self.set)
 
     def defaults(self, settings: Mapping[str, Any], checkpoint: Checkpoint) -> Defaults:
         """What holds for a line that says nothing else. settings: of settings()."""

@@ -60,7 +60,9 @@ def differences(record: Record | None, options: Mapping[str, Any], now: Answerer
         if answers.get(name) != getattr(now, name):
             found.append(f"{what} changed")
     if not found:
-        file = ", or the file of --template," if str(options.get("template")).startswith("@") else ""
+        files = ["--template"] if str(options.get("template")).startswith("@") else []
+        files += ["--json-schema"] if options.get("json_schema") is not None else []
+        file = f", or the file of {' or '.join(files)}," if files else ""
         return f" (all options are the same, so it is the line{file} that changed)"
     return f" ({'; '.join(found)})"
 

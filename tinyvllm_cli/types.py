@@ -29,6 +29,22 @@ Api: TypeAlias = Literal["chat", "completions"]  # of OpenAI: /v1/chat/completio
 # ---------------------------------------------------------------- requests and answers
 
 
+ConstraintKind: TypeAlias = Literal["json_schema", "regex", "grammar", "choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form of an answer. Whether it can be had is not known before it is compiled (text/grammars.py).
+
+    source: a JSON schema or a list of choices as JSON text (keys in their own order, which is that of the answer), a
+    regular expression or a Lark grammar as it is. field: what a line calls it, for messages; no part of the value.
+    """
+
+    kind: ConstraintKind
+    source: str
+    field: str = field(compare=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The answer fields of a request, checked where they enter; ranges and defaults are those of docs/lines.md."""
@@ -49,6 +65,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    constraint: Constraint | None = None
     logprobs: int | None = None  # of every token, and of so many of the likeliest in its place; None: of none
 
 
@@ -207,6 +224,7 @@ class Limits:
     vocab_size: int
     max_in_flight: int
     refill_slots: int = 1  # 1..max_slots: free slots that are worth a step with prompts (engine/batcher.py)
+    chunk_cost: int = 0  # decode steps that a step takes longer in which some sequence computes several tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +304,8 @@ class Sequence:
     num_sampled: int = 0  # tokens drawn once every enqueued step has run; those not yet read back are in flight
     num_cached: int = 0  # prompt tokens whose KV was found instead of computed
     num_preempted: int = 0  # how often it gave its slot and blocks back, to be computed again
+    constrained: bool = False  # it draws from masks
+    admission: int = 0  # number of its last one, among all of them
     finished: bool = False
 
     @property

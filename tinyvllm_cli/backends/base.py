@@ -47,6 +47,11 @@ class Backend(Protocol):
     @property
     def facts(self) -> BackendFacts: ...
 
+    def mask_memory(self) -> U32:
+        """Memory u32[max_slots, ceil(V / 32)] from whose begin masks are on their way at once, in which they may be
+        made: rows that a step got of it stay as they are until its tokens are read."""
+        ...
+
     def bind(self, slot: int, token_ids: Seq[int] | I32, options: SlotOptions) -> None:
         """A sequence gets a slot: its known tokens go into the table, its options into the slot."""
         ...

@@ -69,6 +69,9 @@ class Meter:
     def limits(self) -> Limits:
         return self._backend.limits
 
+    def mask_memory(self) -> U32:
+        return self._backend.mask_memory()
+
     @property
     def facts(self) -> BackendFacts:
         return self._backend.facts

@@ -79,7 +79,7 @@ def run_trial(
     """
     counts = Counter(meter.counts())
     meter.restart()
-    engine = Engine(meter, codec, eos_token_ids=eos_token_ids, prefix_cache=prefix_cache, clock=meter.now)
+    engine = Engine(meter, codec, eos_token_ids=eos_token_ids, prefix_cache=prefix_cache, deltas=False, clock=meter.now)
     answers = _Answers(engine, meter)
     answers.run(requests, hold, watch)
     seconds = meter.now()

@@ -123,5 +123,8 @@ class _NoText:
     def push(self, token_id: int) -> str:  # noqa: ARG002
         return ""
 
+    def push_all(self, token_ids: Sequence[int]) -> str:  # noqa: ARG002
+        return ""
+
     def finish(self) -> str:
         return ""

@@ -176,6 +176,14 @@ answer_options = _group(
         help="End the answer before this text; a line end is $'\\n' in most shells. May be repeated.",
     ),
     _option(
+        "--choice",
+        type=_text,
+        multiple=True,
+        metavar="TEXT",
+        help="The answer is one of these texts; once for each of them.",
+    ),
+    _option("--json-schema", metavar="FILE", help="The answer is JSON, as the JSON Schema in this file describes it."),
+    _option(
         "--seed",
         type=int,
         default=0,

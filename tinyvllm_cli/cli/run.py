@@ -27,7 +27,8 @@ Examples:
   cat prompts.jsonl | tinyvllm run - -q | jq -r '.choices[0].text'
   tinyvllm run prompts.jsonl -o warm.jsonl --temperature 0.7 --set top_p=0.9 --seed 1
   tinyvllm run prompts.jsonl -o votes.jsonl -n 8 --temperature 0.7
-  tinyvllm run reviews.csv -t "Is this review kind? {{ review }}" --keep '*' -o kind.jsonl
+  tinyvllm run reviews.csv -t "What is this review about? {{ review }}" --keep '*' -o about.jsonl
+  tinyvllm run reviews.csv -t "Is this review kind? {{ review }}" --choice yes --choice no -o kind.jsonl
   tinyvllm run prompts.jsonl --dry-run
 """
 

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
 from tinyvllm_cli.engine.decoding import Decoding, tokens_left
 from tinyvllm_cli.engine.kv_memory import KVMemory
+from tinyvllm_cli.engine.plan import Plan, joined, mask_rows, told_rows
 from tinyvllm_cli.engine.samples import Samples
-from tinyvllm_cli.types import I32, Batch, Limits, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step to enqueue, and whose it is."""
-
-    admitted: list[Sequence]  # to be bound to their slots before the step
-    copies: list[tuple[int, int]]  # blocks to be copied before the step
-    batch: Batch
-    sampled: list[Sequence]  # [R] whose next token each sampled row is
-    told: list[int]  # rows of `sampled` whose logprobs are wanted
+from tinyvllm_cli.types import Batch, Limits, Sequence
 
 
 class Batcher:
@@ -55,7 +45,7 @@ class Batcher:
     those that were bound and those that were drawn.
 
     A running sequence is first behind, with known tokens to compute; then it decodes, one token behind; then, its last
-    token drawn, it waits for what is in flight.
+    token drawn, it waits for what is in flight. One that gets tokens that nobody draws (go_on) is behind again.
     """
 
     def __init__(self, limits: Limits, *, prefix_cache: bool = True) -> None:
@@ -65,11 +55,14 @@ class Batcher:
         self.running: list[Sequence] = []  # in the order of admission, which is that of arrival
         self.preemptions = 0
         self._behind: list[Sequence] = []  # in the same order
+        self._paused: list[Sequence] = []
         self._decoding = Decoding(limits.block_size)
         self._samples = Samples()
         self._free_slots = list(range(limits.max_slots))[::-1]  # a stack, lowest on top
         self._refilling = False
+        self._admissions = 0
         self._telling = 0  # of those that run, how many want logprobs
+        self._constrained = 0  # of those that run, how many draw from masks
 
     def blocks_needed(self, max_len: int) -> int:
         """Blocks of a sequence that ends with max_len tokens: the last token is never fed back, so it has no KV."""
@@ -95,9 +88,35 @@ class Batcher:
         if not (count or chunks):
             assert not (admitted or copies)
             return None
-        batch, sampled, told = self._batch(count, chunks)
+        batch, sampled, told, masked = self._batch(count, chunks)
         self._regroup(count, chunks)
-        return Plan(admitted, copies, batch, sampled, told)
+        return Plan(admitted, copies, batch, sampled, told, masked)
+
+    @property
+    def has_paused(self) -> bool:
+        return bool(self._paused)
+
+    def pause(self, sequence: Sequence) -> None:
+        """A sequence that decodes draws no more until it is to go on."""
+        if sequence.slot is not None and tokens_left(sequence):
+            self._decoding.remove(sequence)
+            self._paused.append(sequence)
+
+    def go_on(self, sequence: Sequence, count: int) -> None:
+        """The last `count` of a sequence's tokens, none of which is in flight, are known without having been drawn."""
+        if not count and sequence not in self._paused:
+            return
+        sequence.num_sampled += count
+        if sequence.slot is None:  # it waits to be computed as a whole
+            return
+        if sequence in self._paused:
+            self._paused.remove(sequence)
+        else:
+            self._decoding.remove(sequence)
+        if count:
+            insort(self._behind, sequence, key=lambda behind: behind.admission)
+        else:
+            self._decoding.add([sequence])
 
     def finish(self, sequence: Sequence, *, spoilt: bool = False) -> None:
         """End a sequence wherever it stands; its tokens still in flight are to be dropped by identity. Of the sequences
@@ -126,16 +145,18 @@ class Batcher:
             assert not sequence.finished, sequence
             known = sequence.num_known
             assert sequence.num_computed <= known <= sequence.max_len, sequence
-            assert sequence.num_preempted or sequence.num_computed == known - 1 or not sequence.num_sampled, sequence
+            is_behind = sequence in self._behind and (sequence.num_preempted or sequence.constrained)
+            assert is_behind or sequence.num_computed == known - 1 or not sequence.num_sampled, sequence
             assert sequence.prompt_len <= len(sequence.token_ids) <= known, sequence
             assert len(sequence.block_table) <= self.blocks_needed(sequence.max_len), sequence
         assert len({*self.waiting, *self.running}) == len(self.waiting) + len(self.running)
         assert self._telling == sum(sequence.options.logprobs for sequence in self.running)
+        assert self._constrained == sum(sequence.constrained for sequence in self.running)
         left = {sequence for sequence in self.running if tokens_left(sequence)}
-        apart = [*self._decoding.sequences, *self._behind, *self._samples.waiting]
+        apart = [*self._decoding.sequences, *self._behind, *self._paused, *self._samples.waiting]
         assert len(apart) == len(left) and {*apart} == left
         assert self._behind == [sequence for sequence in self.running if sequence in self._behind]
-        assert all(map(_decodes, self._decoding.sequences))
+        assert all(map(_decodes, [*self._decoding.sequences, *self._paused]))
         assert all(sequence.num_computed < sequence.num_known for sequence in self._behind)
         self._decoding.check()
 
@@ -161,7 +182,7 @@ class Batcher:
             self._refilling = False
             return admitted
         memory = self.memory
-        promised = self._decoding.promised() + sum(map(memory.demand, self._behind))
+        promised = self._decoding.promised() + sum(map(memory.demand, [*self._behind, *self._paused]))
         promised += sum(map(memory.fork_demand, self._samples.waiting))
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
@@ -172,7 +193,10 @@ class Batcher:
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
+            self._admissions += 1
+            sequence.admission = self._admissions
             self._telling += sequence.options.logprobs
+            self._constrained += sequence.constrained
             admitted.append(sequence)
             if self._samples.join(sequence):
                 promised += memory.fork_demand(sequence)
@@ -228,9 +252,12 @@ class Batcher:
         assert sequence.slot is not None
         self.running.remove(sequence)
         self._telling -= sequence.options.logprobs
+        self._constrained -= sequence.constrained
         if not self._samples.waits(sequence):
             if sequence in self._behind:
                 self._behind.remove(sequence)
+            elif sequence in self._paused:
+                self._paused.remove(sequence)
             elif tokens_left(sequence):
                 self._decoding.remove(sequence)
             self.memory.release(sequence)
@@ -238,22 +265,27 @@ class Batcher:
         self._free_slots.append(sequence.slot)
         sequence.slot = None
 
-    def _batch(self, count: int, chunks: list[tuple[Sequence, int]]) -> tuple[Batch, list[Sequence], list[int]]:
+    def _batch(
+        self, count: int, chunks: list[tuple[Sequence, int]]
+    ) -> tuple[Batch, list[Sequence], list[int], list[int]]:
         """The arrays of a step of the first `count` that decode and then of chunks, whose its rows are, and which of
-        them are told; counts its tokens as computed and sampled."""
+        them are told, and wait for masks; counts its tokens as computed and sampled."""
         slots, num_computed, _, _ = self._decoding.rows[:, :count]
         every = np.arange(count + 1, dtype=np.int32)
-        slots = _joined(slots, [_slot(sequence) for sequence, _ in chunks])
-        num_computed = _joined(num_computed, [sequence.num_computed for sequence, _ in chunks])
+        slots = joined(slots, [_slot(sequence) for sequence, _ in chunks])
+        num_computed = joined(num_computed, [sequence.num_computed for sequence, _ in chunks])
         ends = list(accumulate((chunk for _, chunk in chunks), initial=count))[1:]  # rows of the step
-        starts = _joined(every, ends)
+        starts = joined(every, ends)
 
         sampled = self._decoding.sequences[:count]
         for sequence in sampled:  # of all that a step costs, this loop is run most often
             sequence.num_computed += 1
             sequence.num_sampled += 1
         drawn_from = []  # rows of the chunks
+        token_ids = np.full(starts[-1], -1, np.int32)
         for (sequence, chunk), end in zip(chunks, ends, strict=True):
+            if sequence.num_sampled and sequence.constrained:  # the token table may not have them
+                token_ids[end - chunk : end] = sequence.token_ids[sequence.num_computed :][:chunk]
             sequence.num_computed += chunk
             if sequence.num_computed == sequence.num_known:
                 for drawing in (sequence, *self._samples.behind(sequence)):
@@ -261,7 +293,8 @@ class Batcher:
                     sampled.append(drawing)
                     drawn_from.append(end - 1)
 
-        told, top_logprobs = _told(sampled) if self._telling else ([], 0)
+        told, top_logprobs = told_rows(sampled) if self._telling else ([], 0)
+        masked = [row for row, one in enumerate(sampled) if one.constrained] if self._constrained else []
 
         widest = int((num_computed + (starts[1:] - starts[:-1])).max())  # tokens
         batch = Batch(
@@ -269,13 +302,14 @@ class Batcher:
             slots=slots,
             block_tables=self.memory.tables[slots, : self.memory.needed(widest)],
             num_computed=num_computed,
-            token_ids=np.full(starts[-1], -1, np.int32),
-            logits_indices=_joined(every[:-1], drawn_from),
-            sample_slots=_joined(slots[:count], [_slot(sequence) for sequence in sampled[count:]]),
+            token_ids=token_ids,
+            logits_indices=joined(every[:-1], drawn_from),
+            sample_slots=joined(slots[:count], [_slot(sequence) for sequence in sampled[count:]]),
+            mask_rows=mask_rows(len(sampled), masked) if masked else None,
             top_logprobs=top_logprobs,
         )
         self.memory.written += len(batch.token_ids)
-        return batch, sampled, told
+        return batch, sampled, told, masked
 
     def _regroup(self, count: int, chunks: list[tuple[Sequence, int]]) -> None:
         """The first `count` have decoded and chunks were computed: who decodes from now on, and what may be shared."""
@@ -292,16 +326,6 @@ class Batcher:
             gone = set(through)
             self._behind = [sequence for sequence in self._behind if sequence not in gone]
             self._decoding.add([sequence for sequence in through if tokens_left(sequence)])
-
-
-def _told(sampled: list[Sequence]) -> tuple[list[int], int]:
-    """The rows whose logprobs are wanted, and how many of the likeliest ids at most."""
-    told = [row for row, sequence in enumerate(sampled) if sequence.options.logprobs]
-    return told, max([sampled[row].request.params.logprobs or 0 for row in told], default=0)
-
-
-def _joined(first: I32, then: list[int]) -> I32:
-    return np.concatenate([first, np.array(then, np.int32)]) if then else first
 
 
 def _decodes(sequence: Sequence) -> bool:

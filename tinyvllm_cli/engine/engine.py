@@ -5,37 +5,35 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinyvllm_cli.engine.batcher import Batcher
 from tinyvllm_cli.engine.failures import as_failure, failed
+from tinyvllm_cli.engine.forcing import Forcing
 from tinyvllm_cli.engine.intake import take_prompt
+from tinyvllm_cli.engine.live import End, Live, answered
 from tinyvllm_cli.engine.logprobs import Logprobs
 from tinyvllm_cli.engine.sampling import sample_options, slot_options
 from tinyvllm_cli.engine.stats import EngineStats, Timeline
 from tinyvllm_cli.errors import RequestError
-from tinyvllm_cli.types import Choice, Completion, Delta, Event, Failure, Request, Sequence, Usage
+from tinyvllm_cli.types import Completion, Delta, Event, Failure, Request, Sequence
 
 if TYPE_CHECKING:
     from tinyvllm_cli.backends.base import Backend, Pending
-    from tinyvllm_cli.text.codec import Answer, TextCodec
+    from tinyvllm_cli.text.codec import TextCodec
 
 NAN_LOGITS = -1  # in the place of a token (StepOutput.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """A request that is queued or running: the tokens and the text of each of its answers, its times."""
+@dataclass(slots=True)
+class _Step:
+    """A step in flight."""
 
-    request: Request
-    sequences: list[Sequence]
-    answers: list[Answer]
-    times: Timeline
-    ends: frozenset[int]  # ids that end an answer
-    truncated: int  # tokens cut from the prompt
-    logprobs: list[Logprobs]  # of each of its answers; empty: not asked for
-    choices: list[Choice] = field(default_factory=list)  # answers that have ended, in the order of their ends
+    pending: Pending
+    sampled: list[Sequence]  # whose token each of its rows is
+    told: list[int]  # rows whose logprobs are wanted
+    masked: list[int]  # rows that wait for a mask; empty once it is there
 
 
 class Engine:
@@ -54,10 +52,12 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         run_seed: int = 0,
         prefix_cache: bool = True,
+        deltas: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock` gives seconds and never goes back; `run_seed` seeds the requests that bring no seed; prefix_cache:
-        whether what was computed for one request is used for others."""
+        whether what was computed for one request is used for others; deltas: whether step() tells of unfinished
+        answers, which takes the host about as long as all else."""
         self.stats = EngineStats()
         self._backend = backend
         self._limits = backend.limits
@@ -66,9 +66,10 @@ class Engine:
         self._run_seed = run_seed
         self._clock = clock
         self._batcher = Batcher(self._limits, prefix_cache=prefix_cache)
-        self._live: dict[int, _Live] = {}
-        # Steps, whose token each of their rows is, and the rows whose logprobs are wanted.
-        self._in_flight: deque[tuple[Pending, list[Sequence], list[int]]] = deque()
+        self._forcing = Forcing(self._batcher, self.stats)
+        self._live: dict[int, Live] = {}
+        self._in_flight: deque[_Step] = deque()
+        self._deltas = deltas
         self._done: list[Completion] = []  # ended without a step: events of the next one
 
     @property
@@ -94,7 +95,7 @@ class Engine:
             self._done.append(failed(request, as_failure(error)))
             return
         if request.params.max_tokens == 0:
-            self._done.append(_answered(live))
+            self._done.append(answered(live))
             return
         self._live[request.request_id] = live
         for sequence in live.sequences:
@@ -115,19 +116,20 @@ class Engine:
         if self._done:
             done, self._done = self._done, []
             return list(done)
+        events: list[Event] = []
         while len(self._in_flight) < self._limits.max_in_flight and self._enqueue():
-            pass
+            events += self._mask_oldest()
         assert self._in_flight or not self._live, "sequences wait and nothing runs that could make room for them"
         if not self._in_flight:
-            return []
-        pending, sampled, told = self._in_flight.popleft()
-        output = pending.result()
+            return events
+        step = self._in_flight.popleft()
+        output = step.pending.result()
         token_ids = output.token_ids[0].tolist()
-        for row in told:
-            sequence = sampled[row]
+        for row in step.told:
+            sequence = step.sampled[row]
             if token_ids[row] >= 0 and not sequence.finished:
                 self._live[sequence.request.request_id].logprobs[sequence.index].push(output, row)
-        return self._land(sampled, token_ids)
+        return [*events, *self._land(step.sampled, token_ids), *self._mask_oldest()]
 
     def fail_running(self, message: str) -> list[Completion]:
         """End the requests that were begun, after a backend that failed under way; of the others nothing is told."""
@@ -149,7 +151,7 @@ class Engine:
             assert len(live.choices) < len(live.sequences)
         assert len(self._in_flight) < max(self._limits.max_in_flight, 1)
 
-    def _accept(self, request: Request) -> _Live:
+    def _accept(self, request: Request) -> Live:
         """Tokens, room and text of a request. RequestError where it cannot be answered."""
         context, field = self._limits.max_seq_len, request.prompt_field
         prompt_ids, truncated = take_prompt(self._codec, request, context)
@@ -166,17 +168,31 @@ class Engine:
         first = slot_options(request, prompt_len, run_seed=self._run_seed, eos_token_ids=self._eos_token_ids)
         options = [sample_options(first, index) for index in range(request.params.n)]
         sequences = [
-            Sequence(request, prompt_ids.copy(), prompt_len, max_len, options[index], index)
+            Sequence(
+                request,
+                prompt_ids.copy(),
+                prompt_len,
+                max_len,
+                options[index],
+                index,
+                constrained=request.params.constraint is not None,
+            )
             for index in range(request.params.n)
         ]
         params = request.params
-        ends = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)))
+        constraint = params.constraint
+        eos_ends = not params.ignore_eos or constraint is not None  # a mask has it only where an answer may end
+        ends = frozenset((*params.stop_token_ids, *(self._eos_token_ids if eos_ends else ())))
         answers = [self._codec.answer(request, prompt_ids) for _ in sequences]
         logprobs = [] if params.logprobs is None else [Logprobs(params.logprobs) for _ in sequences]
-        return _Live(request, sequences, answers, Timeline(self._clock()), ends, truncated, logprobs)
+        matchers = [] if constraint is None else [self._codec.grammars.matcher(constraint) for _ in sequences]
+        late = not (self._deltas or params.stop)
+        return Live(request, sequences, answers, Timeline(self._clock()), ends, truncated, late, logprobs, matchers)
 
     def _enqueue(self) -> bool:
-        """Hand the next step to the backend, if there is anything to compute."""
+        """Hand the next step to the backend, if there is anything to compute and none before it waits for its mask."""
+        if self._in_flight and self._in_flight[-1].masked:
+            return False
         plan = self._batcher.plan()
         if plan is None:
             return False
@@ -187,7 +203,7 @@ class Engine:
             self._backend.bind(sequence.slot, sequence.token_ids, sequence.options)
         if plan.copies:
             self._backend.copy_blocks(plan.copies)
-        self._in_flight.append((self._backend.step(plan.batch), plan.sampled, plan.told))
+        self._in_flight.append(_Step(self._backend.step(plan.batch), plan.sampled, plan.told, plan.masked))
         batcher = self._batcher
         self.stats.count_step(len(batcher.running), batcher.preemptions, batcher.memory)
         return True
@@ -195,94 +211,123 @@ class Engine:
     def _land(self, sampled: list[Sequence], token_ids: list[int]) -> list[Event]:
         """What the tokens of a step bring. The loop runs for every token of every answer: it calls little."""
         events: list[Event] = []
+        obeying: list[tuple[Live, Sequence, str]] = []  # those under a constraint that go on
         now = self._clock()
         for sequence, token_id in zip(sampled, token_ids, strict=True):
             if sequence.finished:  # it ended, or was aborted, after this step was enqueued
                 continue
-            request, live, choice = sequence.request, self._live[sequence.request.request_id], None
+            live = self._live[sequence.request.request_id]
             if token_id < 0:
                 failure = _no_token(token_id, sequence.num_output)
-                events.append(self._close(failed(request, failure), spoilt=token_id == NAN_LOGITS))
+                events.append(self._close(failed(live.request, failure), spoilt=token_id == NAN_LOGITS))
                 continue
-            sequence.token_ids.append(token_id)
             self.stats.completion_tokens += 1
             if live.times.first_token is None:
                 live.times.first_token = now
                 self.stats.prompt_tokens += sequence.prompt_len
                 self.stats.cached_tokens += sequence.num_cached
-            answer = live.answers[sequence.index]
-            try:
-                done = token_id in live.ends
-                text = "" if done else answer.push(token_id)
-                if done or answer.stopped_by is not None or len(sequence.token_ids) == sequence.max_len:
-                    rest, choice = self._end(live, sequence)
-                    text += rest
-            except Exception as error:
-                events.append(self._close(failed(request, as_failure(error))))
+            sequence.token_ids.append(token_id)
+            text = ""
+            ended: End | None = None
+            if token_id in live.ends:
+                ended = "stop"
+            elif not live.late:
+                answer = live.answers[sequence.index]
+                try:
+                    text = answer.push(token_id)
+                    ended = None if answer.stopped_by is None else "stop"
+                except Exception as error:
+                    events.append(self._close(failed(live.request, as_failure(error))))
+                    continue
+            if ended is None and live.matchers:
+                obeying.append((live, sequence, text))
                 continue
-            events.append(Delta(request.request_id, sequence.index, (token_id,), text))
-            if choice is not None:
-                self._batcher.finish(sequence)
-                live.choices.append(choice)
-                if len(live.choices) == len(live.sequences):
-                    live.times.last_token = now
-                    events.append(self._close(_answered(live)))
+            if ended is None and len(sequence.token_ids) == sequence.max_len:
+                ended = "length"
+            if ended is not None:
+                events += self._tell(live, sequence, (token_id,), text, ended, now)
+            elif self._deltas:
+                events.append(Delta(live.request.request_id, sequence.index, (token_id,), text))
+        return events + self._obey(obeying, now) if obeying else events
+
+    def _obey(self, obeying: list[tuple[Live, Sequence, str]], now: float) -> list[Event]:
+        """Answers under a constraint go on with their last tokens, which brought these texts."""
+        events: list[Event] = []
+        steps = [(live.matchers[sequence.index], sequence.token_ids[-1]) for live, sequence, _ in obeying]
+        outcomes = self._codec.grammars.advance(steps)
+        forces = self._forcing.is_worth_a_look()
+        for (live, sequence, text), outcome in zip(obeying, outcomes, strict=True):
+            if sequence.finished:  # with another answer of its request
+                continue
+            if outcome is False and len(sequence.token_ids) < sequence.max_len and not (forces or self._deltas):
+                continue
+            made, pieces = [sequence.token_ids[-1]], [text]
+            try:
+                if isinstance(outcome, RequestError):
+                    raise outcome
+                ended = live.ended(sequence, finished=outcome)
+                if ended is None and forces:
+                    more, ended = self._forcing.force(live, sequence, made)
+                    pieces.append(more)
+            except Exception as error:
+                events.append(self._close(failed(live.request, as_failure(error))))
+                continue
+            if ended is not None or self._deltas:
+                events += self._tell(live, sequence, tuple(made), "".join(pieces), ended, now)
         return events
 
-    def _end(self, live: _Live, sequence: Sequence) -> tuple[str, Choice]:
-        """The text that an answer still gets whose last token has come, and the answer as it stands then.
+    def _tell(
+        self, live: Live, sequence: Sequence, made: tuple[int, ...], text: str, ended: End | None, now: float
+    ) -> list[Event]:
+        """An answer got tokens, which brought this text and may have ended it."""
+        choice = None
+        if ended is not None:
+            try:
+                rest, choice = live.end(sequence, ended, self._codec.token_bytes)
+            except Exception as error:
+                return [self._close(failed(live.request, as_failure(error)))]
+            text += rest
+        events: list[Event] = []
+        if self._deltas:
+            events.append(Delta(live.request.request_id, sequence.index, made, text))
+        if choice is not None:
+            self._batcher.finish(sequence)
+            live.choices.append(choice)
+            if len(live.choices) == len(live.sequences):
+                live.times.last_token = now
+                events.append(self._close(answered(live)))
+        return events
 
-        A token that is both an EOS id and one of stop_token_ids counts as the latter: the request asked for it by name.
-        """
-        params, answer = live.request.params, live.answers[sequence.index]
-        token_ids = tuple(sequence.token_ids[sequence.prompt_len :])
-        is_stop, text = token_ids[-1] in params.stop_token_ids, ""
-        if is_stop and params.include_stop_str_in_output:
-            text = answer.push(token_ids[-1])
-        text += answer.finish()
-        stop_reason: str | int | None = token_ids[-1] if is_stop else None
-        # A stop string may also turn up in what was held back; where there is one, the text ends there.
-        if answer.stopped_by is not None:
-            stop_reason = answer.stopped_by
-        stopped = stop_reason is not None or token_ids[-1] in live.ends
-        return text, Choice(
-            index=sequence.index,
-            text=answer.text,
-            token_ids=token_ids,
-            finish_reason="stop" if stopped else "length",
-            stop_reason=stop_reason,
-            reasoning=answer.reasoning,
-            logprobs=live.logprobs[sequence.index].told(token_ids, self._codec.token_bytes) if live.logprobs else None,
-        )
+    def _mask_oldest(self) -> list[Event]:
+        """Where the next step to be read waits for its mask, it gets it: all tokens before it are known. A request that
+        has no mask ends."""
+        if not self._in_flight or not self._in_flight[0].masked:
+            return []
+        step = self._in_flight[0]
+        sequences = [step.sampled[row] for row in step.masked]
+        matchers = [
+            None if sequence.finished else self._live[sequence.request.request_id].matchers[sequence.index]
+            for sequence in sequences
+        ]
+        bits = self._backend.mask_memory()[: len(matchers)]
+        errors = self._codec.grammars.fill(matchers, bits)
+        step.pending.mask(bits)
+        step.masked = []
+        return [
+            self._close(failed(sequences[place].request, as_failure(error)))
+            for place, error in errors.items()
+            if not sequences[place].finished  # by another one of its request
+        ]
 
     def _close(self, completion: Completion, *, spoilt: bool = False) -> Completion:
         self._finish(self._live.pop(completion.request_id), spoilt=spoilt)
         return completion
 
-    def _finish(self, live: _Live, *, spoilt: bool = False) -> None:
+    def _finish(self, live: Live, *, spoilt: bool = False) -> None:
         """End what is under way of a request; spoilt: what was computed for it may be what went wrong."""
         for sequence in reversed(live.sequences):
             if not sequence.finished:
                 self._batcher.finish(sequence, spoilt=spoilt)
-
-
-def _answered(live: _Live) -> Completion:
-    """A request all of whose answers have ended, or that asks for none. Its prompt counts once, as does what was found
-    of it: by the first answer, before which no other one begins."""
-    request, first = live.request, live.sequences[0]
-    made = sum(sequence.num_output for sequence in live.sequences)
-    return Completion(
-        request_id=request.request_id,
-        custom_id=request.custom_id,
-        line=request.line,
-        choices=tuple(sorted(live.choices, key=lambda choice: choice.index)),
-        usage=Usage(first.prompt_len, made),
-        stats=live.times.stats(made, first.num_cached),
-        metadata_json=request.metadata_json,
-        api=request.api,
-        fingerprint=request.fingerprint,
-        truncated_tokens=live.truncated,
-    )
 
 
 def _no_token(token_id: int, num_output: int) -> Failure:

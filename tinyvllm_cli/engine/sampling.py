@@ -87,11 +87,14 @@ def canonical_request(request: Request) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)  # most lines of a file have the same
 def _given(params: SamplingParams) -> Mapping[str, Any]:
-    return {
+    given = {
         field.name: value
         for field in fields(SamplingParams)
         if (value := getattr(params, field.name)) != field.default and field.name not in {"n", "logprobs"}
     }
+    if params.constraint is not None:
+        given["constraint"] = [params.constraint.kind, params.constraint.source]
+    return given
 
 
 def _hashed(value: Any) -> int:

@@ -16,7 +16,8 @@ from tinyvllm_cli.types import GREEDY_BELOW, MAX_SAMPLES, MAX_TOP_LOGPROBS, Samp
 SEED_LIMIT = 2**64
 SHOWN_CHARS = 60  # of a value in a message
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")  # a line has one of them
-ANSWER_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+FORM_FIELDS = ("json_schema", "regex", "grammar", "choice", "response_format")  # io/constraints.py reads them on
+ANSWER_FIELDS = frozenset(field.name for field in fields(SamplingParams)) - {"constraint"} | set(FORM_FIELDS)
 # What the command may set for every line with --set, besides the answer fields.
 PROMPT_FIELDS = frozenset({"chat_template_kwargs", "continue_final_message"})
 
@@ -56,6 +57,7 @@ def _logit_bias(raw: bytes) -> tuple[tuple[int, float], ...]:
 
 _COUNT = Annotated[int, Meta(ge=0)]
 _PENALTY = Annotated[float, Meta(ge=-2, le=2)]
+_ANY_BUT_NULL = bool | int | float | str | list[Any] | dict[str, Any]
 
 FIELDS: dict[str, Field] = {
     # the prompt; messages are checked further in io/messages.py
@@ -85,12 +87,12 @@ FIELDS: dict[str, Field] = {
     "repetition_penalty": _field(Annotated[float, Meta(gt=0)], "a number above 0"),
     "logit_bias": Field(_logit_bias, "an object of token ids with numbers from -100 to 100"),
     "logprobs": _field(Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)], f"an integer from 0 to {MAX_TOP_LOGPROBS}"),
+    "json_schema": _field(_ANY_BUT_NULL, "a JSON schema with numbers in their range"),
+    "regex": _field(_ANY_BUT_NULL, "a regular expression"),
+    "grammar": _field(_ANY_BUT_NULL, "a Lark grammar"),
+    "choice": _field(_ANY_BUT_NULL, "a list of texts, not empty"),
+    "response_format": _field(_ANY_BUT_NULL, "a response format with numbers in their range"),
     # known, but not in this version
-    "choice": _field(Any, "a list of texts", ()),
-    "json_schema": _field(Any, "a JSON schema", ()),
-    "regex": _field(Any, "a regular expression", ()),
-    "grammar": _field(Any, "a grammar", ()),
-    "response_format": _field(Any, "a response format", ({"type": "text"},)),
     "tools": _field(Any, "a list of tools", ([],)),
     "functions": _field(Any, "a list of functions", ([],)),
     "tool_choice": _field(Any, "a tool choice", ("none",)),

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 import msgspec
 
 from tinyvllm_cli.errors import RequestError
+from tinyvllm_cli.io.constraints import read_params
 from tinyvllm_cli.io.fields import (
-    ANSWER_FIELDS,
     PROMPT_KINDS,
     invalid,
     read_field,
@@ -248,7 +248,7 @@ def _request(
     metadata: bytes | None = None,
     api: Api | None = None,
 ) -> Request:
-    answer = {name: value for name, value in values.items() if name in ANSWER_FIELDS}
+    answer = read_params(values)
     params = dataclasses.replace(defaults.params, **answer) if answer else defaults.params
     refuse_equal_answers(params)
     return Request(

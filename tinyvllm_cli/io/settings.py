@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import msgspec
 
 from tinyvllm_cli.errors import RequestError, UsageError
-from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, PROMPT_FIELDS, read_field, unknown_field
+from tinyvllm_cli.io.constraints import read_constraint, read_params
+from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, FORM_FIELDS, PROMPT_FIELDS, read_field, unknown_field
 from tinyvllm_cli.io.prompts import Defaults
+from tinyvllm_cli.io.source import STDIN
 from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys
 from tinyvllm_cli.types import SamplingParams
 
@@ -34,15 +37,19 @@ def read_settings(options: Mapping[str, Any], assignments: Iterable[str]) -> dic
         if name in values:
             raise UsageError(f"--set {assignment}: {name} is given twice")
         values[name] = _read_assignment(name, text)
+    _refuse_several_forms(values, options)
     return {name: value for name, value in values.items() if FIELDS[name].neutral is None}
 
 
 def _read_option(name: str, value: Any) -> Any:
     try:
-        return read_field(name, json.dumps(value).encode())
+        return _read(name, json.dumps(value).encode())
     except RequestError as error:
-        option = f"--{name.replace('_', '-')}" if len(name) > 1 else f"-{name}"
-        raise UsageError(option + error.message.removeprefix(name)) from None
+        raise UsageError(_option(name) + error.message.removeprefix(name)) from None
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}" if len(name) > 1 else f"-{name}"
 
 
 def _read_assignment(name: str, text: str) -> Any:
@@ -52,9 +59,23 @@ def _read_assignment(name: str, text: str) -> Any:
             raise unknown_field(name, FIELDS)
         if FIELDS[name].neutral is None and name not in ANSWER_FIELDS | PROMPT_FIELDS:
             raise RequestError("invalid_value", f"{name} belongs to one line and cannot be set for all", name)
-        return read_field(name, _as_json(name, text))
+        return _read(name, _as_json(name, text))
     except RequestError as error:
         raise UsageError(f"--set: {error.message}") from None
+
+
+def _read(name: str, raw: bytes) -> Any:
+    value = read_field(name, raw)
+    if name in FORM_FIELDS:
+        read_constraint({name: value})  # only to check it
+    return value
+
+
+def _refuse_several_forms(values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    given = [name for name in FORM_FIELDS if name in values and read_constraint({name: values[name]}) is not None]
+    if len(given) > 1:
+        *names, last = [_option(name) if options.get(name) is not None else f"--set {name}" for name in given]
+        raise UsageError(f"{last} is given beside {' and '.join(names)}, wanted one of them: an answer has one form")
 
 
 def _as_json(name: str, text: str) -> bytes:
@@ -73,9 +94,8 @@ def line_defaults(
 ) -> Defaults:
     """What holds for every line: `settings` of the command over what the model's generation_config.json suggests."""
     merged = {**suggested, **settings}
-    answer = {name: value for name, value in merged.items() if name in ANSWER_FIELDS}
     others = {name: value for name, value in merged.items() if name not in ANSWER_FIELDS}
-    return Defaults(params=SamplingParams(**answer), raw=raw, truncate_left=truncate_left, **others)
+    return Defaults(params=SamplingParams(**read_params(merged)), raw=raw, truncate_left=truncate_left, **others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +111,14 @@ class TextOption:
         return self.name.lower().endswith(".json")
 
 
-def read_text_option(option: str, value: str | None) -> TextOption | None:
-    """The text that an option gives; UsageError where its file cannot be read."""
+def read_text_option(option: str, value: str | None, *, takes_input: bool = False) -> TextOption | None:
+    """The text that an option gives; UsageError where its file cannot be read. takes_input: lines are read from
+    standard input, which is then no file for this."""
     if value is None or not value.startswith("@"):
         return None if value is None else TextOption(value)
     name = value[1:]
+    if takes_input and _is_stdin(name):
+        raise UsageError(f"{option}: {name} is standard input, from which the lines are read: give another file")
     try:
         with Path(name).open("rb") as file:
             text = file.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
@@ -104,3 +127,23 @@ def read_text_option(option: str, value: str | None) -> TextOption | None:
         raise UsageError(f"{option}: cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{option}: {name} is not UTF-8 text") from None
+
+
+def _is_stdin(name: str) -> bool:
+    with suppress(OSError):  # what cannot be looked at is not read either
+        return os.path.samestat(Path(name).stat(), os.fstat(STDIN))
+    return False
+
+
+def read_schema(file: TextOption) -> Any:
+    """The schema in the file of --json-schema. UsageError where there is none."""
+    raw = file.text.encode()
+    try:
+        refuse_deep(raw, "the schema")
+        msgspec.json.decode(raw)
+        refuse_equal_keys(file.text)
+        return _read("json_schema", raw)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"--json-schema: {file.name} is no JSON ({error})") from None
+    except RequestError as error:
+        raise UsageError(f"--json-schema: {file.name}: {error.message}") from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from tinyvllm_cli.errors import ModelError, RequestError
 from tinyvllm_cli.text.chat_template import ChatTemplate
@@ -13,6 +15,9 @@ from tinyvllm_cli.text.stops import StopFinder
 from tinyvllm_cli.text.tokenizer import Tokenizer
 from tinyvllm_cli.types import Message, Request, SamplingParams
 
+if TYPE_CHECKING:
+    from tinyvllm_cli.text.grammars import Grammars
+
 _THOUGHT_TAIL = 16  # ids at a prompt's end that may spell "<think>" and white space
 
 
@@ -21,7 +26,8 @@ class TextCodec:
 
     template: None where the model has none. system: what a templated prompt or conversation without a system turn
     starts with; ModelError where there is no template to put it in. vocab_size: ids that the model knows, where they
-    may be fewer than the tokenizer's (a pad token that was added without a row of the embedding).
+    may be fewer than the tokenizer's (a pad token that was added without a row of the embedding). eos_token_ids: where
+    an answer under a constraint may end; threads: that look for what such answers may go on with.
     """
 
     def __init__(
@@ -30,12 +36,17 @@ class TextCodec:
         template: ChatTemplate | None,
         system: str | None = None,
         vocab_size: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+        threads: int = 1,
     ) -> None:
         if system is not None and template is None:
             raise ModelError("a system message needs a chat template, and the model has none")
         self.tokenizer = tokenizer
         self.template = template
         self.size = tokenizer.size if vocab_size is None else min(tokenizer.size, vocab_size)  # ids below it exist
+        self._vocab_size = tokenizer.size if vocab_size is None else vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._threads = threads
         self._system = None if system is None else Message("system", system)
         self._control_words = None if template is None else ControlWords(tokenizer, template)
 
@@ -48,11 +59,14 @@ class TextCodec:
     def encode(self, request: Request) -> list[int]:
         """The ids of a prompt.
 
-        Raises RequestError: empty_prompt, invalid_token_id, invalid_value, template_error.
+        Raises RequestError: empty_prompt, invalid_token_id, invalid_value, template_error, and invalid_schema where no
+        answer can be under the constraint of the request.
         """
         params = request.params
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", (id for id, _ in params.logit_bias))
+        if params.constraint is not None:
+            self.grammars.matcher(params.constraint)
         if request.continue_final_message and request.messages is None:
             message = "continue_final_message needs messages, the last of them from the assistant"
             raise RequestError("invalid_value", message, "continue_final_message")
@@ -61,6 +75,13 @@ class TextCodec:
             raise RequestError("empty_prompt", "the prompt has no tokens", request.prompt_field)
         self._check_ids(request.prompt_field, ids)
         return ids
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """For the constraints of answers; made for the first of them, for it takes a moment."""
+        from tinyvllm_cli.text.grammars import Grammars
+
+        return Grammars(self.tokenizer, self._eos_token_ids, self._vocab_size, threads=self._threads)
 
     def least_tokens(self, request: Request) -> int:
         """The prompt has no fewer; encode() tells how many."""
@@ -101,6 +122,8 @@ class TextCodec:
         """A fresh answer to a prompt that encode() gave."""
         tail = self.tokenizer.decode(prompt_ids[-_THOUGHT_TAIL:], skip_special=False)
         in_thought = tail.rstrip().endswith(OPEN)
+        if request.params.constraint is not None:  # it is about the text, all of it
+            return Answer(self.tokenizer, request.params)
         if request.continue_final_message and request.messages:
             in_thought = ends_inside_thought(request.messages[-1].content)
         return Answer(self.tokenizer, request.params, in_thought=in_thought)
@@ -172,6 +195,12 @@ class Answer:
         self._num_pushed += 1
         # A stop id comes here only if it is to be seen, so it shows even where it is a control word.
         piece = self._detokenizer.push(token_id, skip_special=token_id not in self._params.stop_token_ids)
+        return self._advance(self._thoughts.push(piece))
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The same of many ids at once, of an answer without stop strings."""
+        self._num_pushed += len(token_ids)
+        piece = self._detokenizer.push_all(token_ids, shown=self._params.stop_token_ids)
         return self._advance(self._thoughts.push(piece))
 
     def finish(self) -> str:

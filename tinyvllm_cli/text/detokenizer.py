@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli.errors import ModelError
@@ -137,6 +138,11 @@ class Detokenizer:
 
     def push(self, token_id: int, *, skip_special: bool = True) -> str:
         return self._utf8.decode(self._token_bytes(token_id, skip_special=skip_special))
+
+    def push_all(self, token_ids: Iterable[int], *, shown: Container[int] = ()) -> str:
+        """The same of many ids at once; control ids are seen only where they are among those `shown`."""
+        token_bytes = self._token_bytes
+        return self._utf8.decode(b"".join([token_bytes(id, skip_special=id not in shown) for id in token_ids]))
 
     def finish(self) -> str:
         """What is left: U+FFFD where the ids ended inside a character, else ''."""

@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import secrets
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tinyvllm_cli.errors import RequestError
-from tinyvllm_cli.text.constraint import Constraint
 from tinyvllm_cli.text.lark_check import prepare_grammar
 from tinyvllm_cli.text.patterns import choice_pattern, refuse_pattern
 from tinyvllm_cli.text.schema_check import SchemaError, prepare_schema
 from tinyvllm_cli.text.tokenizer import Tokenizer
-from tinyvllm_cli.types import U32
+from tinyvllm_cli.types import U32, Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from tokenizers import Tokenizer as CoreTokenizer
 
+PARALLEL_FROM = 32  # answers: for fewer, threads take longer to wake up than they save
 KEPT = 256  # compiled constraints; one takes some 100 KB, more the more of its states answers have been in
 REASON_CHARS = 200
 
@@ -60,9 +60,10 @@ class Grammars:
             raise RequestError("invalid_schema", f"{constraint.field} {compiled}", constraint.field)
         return Matcher(self, constraint, compiled)
 
-    def fill(self, matchers: Sequence[Matcher], bits: U32) -> dict[int, RequestError]:
+    def fill(self, matchers: Sequence[Matcher | None], bits: U32) -> dict[int, RequestError]:
         """Which ids may come next, of unfinished answers that differ: bit id % 32 of word id / 32 of row i says it
-        for matchers[i]. bits: [at least len(matchers), words], rows in one piece of memory; further ones stay.
+        for matchers[i]; None: whatever it says. bits: [at least len(matchers), words], rows in one piece of memory;
+        further ones stay.
 
         Returns the error invalid_schema of each answer that cannot go on, by its row, in which all bits are 0.
         """
@@ -70,33 +71,54 @@ class Grammars:
             raise ValueError(f"bits are {bits.shape}, wanted at least {len(matchers)} whole rows of {self.words} words")
         rows = bits[: len(matchers)]
         target = rows if self._fits else np.zeros((len(rows), self._library_words), np.uint32)
-        if matchers:  # the library takes none for a mistake
-            self._compute(list(enumerate(matchers)), target)
+        # Those of one lane lie together, for one thread: they share a lock.
+        given = sorted([(matcher.lane, i, matcher) for i, matcher in enumerate(matchers) if matcher is not None])
+        self._compute([(matcher.core, i) for _, i, matcher in given], target)
         errors = {}
-        for i, matcher in enumerate(matchers):
-            if matcher.is_broken():
+        for _, i, matcher in given:
+            if matcher.core.is_error():
                 try:
                     matcher.revive()
-                    self._compute([(i, matcher)], target)
+                    self._compute([(matcher.core, i)], target)
                     matcher.refuse_broken()
                 except RequestError as error:
                     errors[i] = error
                     target[i] = 0
         if not self._fits:
             rows[:] = target[:, : self.words] & self._allowed
-        elif loose := [i for i, matcher in enumerate(matchers) if matcher.constraint.kind == "grammar"]:
-            rows[loose] &= self._allowed  # "anything but" of a grammar has control words too
+        elif loose := [i for _, i, matcher in given if matcher.is_loose]:
+            rows[loose] &= self._allowed
         return errors
+
+    def advance(self, steps: Sequence[tuple[Matcher, int]]) -> list[bool | RequestError]:
+        """Answers that differ go on, each with an id that its mask has: of each whether it has finished, or the error
+        invalid_schema where it cannot go on."""
+        if len(steps) < PARALLEL_FROM:
+            taken = [matcher.core.consume_token(token_id) for matcher, token_id in steps]
+        else:
+            taken = self._executor.consume_token_par([(matcher.core, token_id) for matcher, token_id in steps])
+        outcomes: list[bool | RequestError] = []
+        for (matcher, token_id), whole in zip(steps, taken, strict=True):
+            matcher.token_ids.append(token_id)
+            core = matcher.core
+            if whole and not core.is_error():  # one in error takes EOS
+                outcomes.append(core.is_stopped())
+                continue
+            try:
+                matcher.revive()
+                outcomes.append(matcher.finished)
+            except RequestError as error:
+                outcomes.append(error)
+        return outcomes
 
     @cached_property
     def _allowed(self) -> U32:
         """The ids that any answer may have, as a mask."""
         return self._find_allowed()
 
-    def _compute(self, matchers: Iterable[tuple[int, Matcher]], target: U32) -> None:
-        """Those of one lane lie together, for one thread: they share a lock."""
-        pairs = [(matcher.core, i) for i, matcher in sorted(matchers, key=lambda pair: pair[1].lane)]
-        self._executor.unsafe_compute_mask_ptr(pairs, target.ctypes.data, 4 * self._library_words, len(target))
+    def _compute(self, pairs: list[tuple[LLMatcher, int]], target: U32) -> None:
+        if pairs:  # the library takes none for a mistake
+            self._executor.unsafe_compute_mask_ptr(pairs, target.ctypes.data, 4 * self._library_words, len(target))
 
     def _compile(self, constraint: Constraint) -> _Compiled | str:
         try:
@@ -145,16 +167,17 @@ class Matcher:
 
     def __init__(self, grammars: Grammars, constraint: Constraint, compiled: _Compiled) -> None:
         self.constraint = constraint
+        self.is_loose = constraint.kind == "grammar"  # "anything but" of a grammar has control words too
         self.lane = compiled.next_lane()
         self.core = compiled.copy(self.lane)
         self._grammars = grammars
         self._compiled = compiled
-        self._token_ids: list[int] = []
+        self.token_ids: list[int] = []  # of the answer
 
     @property
     def finished(self) -> bool:
         """Nothing but EOS can follow, or EOS came."""
-        return self.core.is_stopped() and not self.is_broken()
+        return bool(self.core.is_stopped()) and not self.is_broken()
 
     def fill(self, row: U32) -> None:
         """The mask of this answer alone, row: [words]. RequestError invalid_schema where it cannot go on."""
@@ -163,9 +186,9 @@ class Matcher:
 
     def advance(self, token_id: int) -> None:
         """The answer goes on with an id that its mask has. RequestError invalid_schema for another."""
-        self._token_ids.append(token_id)
-        if not self.core.consume_token(token_id) or self.is_broken():  # one in error takes EOS
-            self.revive()
+        for outcome in self._grammars.advance([(self, token_id)]):
+            if isinstance(outcome, RequestError):
+                raise outcome
 
     def forced(self) -> list[int]:
         """The ids that follow with no choice: of each, the mask in its place has this bit alone. EOS is none."""
@@ -180,7 +203,7 @@ class Matcher:
         can be must not depend on the answers before it. RequestError as refuse_broken().
         """
         self.core = self._compiled.copy(self.lane, fresh=True)
-        self.core.consume_tokens(self._token_ids)
+        self.core.consume_tokens(self.token_ids)
         self.refuse_broken()
 
     def refuse_broken(self) -> None:
@@ -188,7 +211,7 @@ class Matcher:
         if self.is_broken():
             name = self.constraint.field
             reason = _reason(self.core.get_error()) or "nothing is allowed there"
-            message = f"{name} cannot be followed after {len(self._token_ids)} tokens ({reason})"
+            message = f"{name} cannot be followed after {len(self.token_ids)} tokens ({reason})"
             raise RequestError("invalid_schema", message, name)
 
 

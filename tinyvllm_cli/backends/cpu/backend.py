@@ -104,6 +104,9 @@ class CpuBackend:
         self._last: CpuStep | None = None
         self._closed = False
 
+    def mask_memory(self) -> U32:
+        return np.empty((self._limits.max_slots, -(-self._limits.vocab_size // 32)), np.uint32)
+
     @property
     def limits(self) -> Limits:
         return self._limits

@@ -49,6 +49,7 @@ from tinyvllm_cli.model.weights.source import TensorSource
 from tinyvllm_cli.types import F32, I32, U32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
 
 DRAWN_OUTSIDE = 1  # of the shape of a graph: draws are no part of it
+CHUNK_COST = 3  # of decode steps, by which one that is no captured one takes longer
 REFILL_SHARE = 16  # of the slots, the part that is free when prompts come in: a step with prompts is no captured one
 
 
@@ -143,6 +144,7 @@ class GpuBackend:
             vocab_size=config.vocab_size,
             max_in_flight=max_in_flight,
             refill_slots=max(1, engine.slots // REFILL_SHARE),
+            chunk_cost=CHUNK_COST,
         )
         details = _details(card, blas, plan)
         self._facts = BackendFacts("gpu", card.name, engine.dtype, self._cache.token_bytes, details)
@@ -163,6 +165,9 @@ class GpuBackend:
         with self._running():
             self._require_drawn()
             self._slots.bind(slot, known, options)
+
+    def mask_memory(self) -> U32:
+        return self._masks.host
 
     def step(self, batch: Batch) -> InFlight:
         with self._running():

@@ -25,15 +25,19 @@ class Masks:
         self._copies = copies
         self._draws = draws
         self._memory = Pinned(cuda, device.nbytes)
+        self.host: U32 = self._memory.bytes.view(np.uint32).reshape(device.shape)
         self._read: int = cuda.eventCreateWithFlags(cuda.eventDisableTiming)
 
     def send(self, bits: U32, rows: I32) -> None:
         """Enqueue the copy of these rows of bits u32[M, words] to the first rows of the device's masks; what the
-        stream of draws gets from now on waits for it."""
-        self._memory.wait()  # for the copy before, done long ago
-        cuda, words = self._cuda, self._device.shape[1]
-        target = self._memory.bytes.view(np.uint32).reshape(-1, words)[: len(rows)]
-        bits.take(rows, axis=0, out=target, mode="clip")  # in another mode NumPy would copy twice
+        stream of draws gets from now on waits for it. bits: where they are the begin of `host` and all of them go in
+        their order, they are not copied before, and stay until the draws are done."""
+        cuda, target = self._cuda, self.host[: len(rows)]
+        if bits.ctypes.data != self._memory.address or not np.array_equal(rows, np.arange(len(bits))):
+            self._memory.wait()  # for the copy before, done long ago
+            # Where they are rows of `host` in another order, out of which they may not be taken while it is written to.
+            bits = bits.copy() if np.shares_memory(bits, target) else bits
+            bits.take(rows, axis=0, out=target, mode="clip")  # in another mode NumPy would copy twice
         cuda.streamWaitEvent(self._copies.ptr, self._read)
         kind = cuda.memcpyHostToDevice
         cuda.memcpyAsync(self._device.data.ptr, self._memory.address, target.nbytes, kind, self._copies.ptr)
