@@ -16,6 +16,7 @@ timed call by call, which costs something itself.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections import defaultdict
@@ -289,6 +290,7 @@ def main() -> None:
         facts = backend.facts
         print(f"{subject.name}, {facts.dtype}, {facts.device}: {dict(facts.details)}")
         print(f"{work}, {size:,} ids; masks by {threads} threads", flush=True)
+        gc.freeze()  # as a run does
         trials, clocks = measure(backend, codec, eos, work, options.rounds)
     print("", *figures(trials), "", *parts_table(clocks), sep="\n")
 

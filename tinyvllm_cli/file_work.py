@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from collections.abc import Iterator, Mapping
@@ -240,6 +241,7 @@ def _answer(run: _Checked, ready: _Ready, loaded: LoadedModel, hold: Hold) -> in
         hold=hold,
     )
     _begin(writer, ready)
+    gc.freeze()  # what was loaded stays: to look through it again and again holds up steps
     try:
         _run_recorded(job, loaded, record, run)
     except DeviceError as error:

@@ -145,13 +145,13 @@ class Batcher:
             assert not sequence.finished, sequence
             known = sequence.num_known
             assert sequence.num_computed <= known <= sequence.max_len, sequence
-            is_behind = sequence in self._behind and (sequence.num_preempted or sequence.constrained)
+            is_behind = sequence in self._behind and (sequence.num_preempted or sequence.matcher)
             assert is_behind or sequence.num_computed == known - 1 or not sequence.num_sampled, sequence
             assert sequence.prompt_len <= len(sequence.token_ids) <= known, sequence
             assert len(sequence.block_table) <= self.blocks_needed(sequence.max_len), sequence
         assert len({*self.waiting, *self.running}) == len(self.waiting) + len(self.running)
         assert self._telling == sum(sequence.options.logprobs for sequence in self.running)
-        assert self._constrained == sum(sequence.constrained for sequence in self.running)
+        assert self._constrained == sum(sequence.matcher is not None for sequence in self.running)
         left = {sequence for sequence in self.running if tokens_left(sequence)}
         apart = [*self._decoding.sequences, *self._behind, *self._paused, *self._samples.waiting]
         assert len(apart) == len(left) and {*apart} == left
@@ -196,7 +196,7 @@ class Batcher:
             self._admissions += 1
             sequence.admission = self._admissions
             self._telling += sequence.options.logprobs
-            self._constrained += sequence.constrained
+            self._constrained += sequence.matcher is not None
             admitted.append(sequence)
             if self._samples.join(sequence):
                 promised += memory.fork_demand(sequence)
@@ -252,7 +252,7 @@ class Batcher:
         assert sequence.slot is not None
         self.running.remove(sequence)
         self._telling -= sequence.options.logprobs
-        self._constrained -= sequence.constrained
+        self._constrained -= sequence.matcher is not None
         if not self._samples.waits(sequence):
             if sequence in self._behind:
                 self._behind.remove(sequence)
@@ -284,7 +284,7 @@ class Batcher:
         drawn_from = []  # rows of the chunks
         token_ids = np.full(starts[-1], -1, np.int32)
         for (sequence, chunk), end in zip(chunks, ends, strict=True):
-            if sequence.num_sampled and sequence.constrained:  # the token table may not have them
+            if sequence.num_sampled and sequence.matcher:  # the token table may not have them
                 token_ids[end - chunk : end] = sequence.token_ids[sequence.num_computed :][:chunk]
             sequence.num_computed += chunk
             if sequence.num_computed == sequence.num_known:
@@ -294,7 +294,7 @@ class Batcher:
                     drawn_from.append(end - 1)
 
         told, top_logprobs = told_rows(sampled) if self._telling else ([], 0)
-        masked = [row for row, one in enumerate(sampled) if one.constrained] if self._constrained else []
+        masked = [row for row, one in enumerate(sampled) if one.matcher] if self._constrained else []
 
         widest = int((num_computed + (starts[1:] - starts[:-1])).max())  # tokens
         batch = Batch(

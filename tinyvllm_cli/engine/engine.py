@@ -165,6 +165,7 @@ class Engine:
                 f"blocks of {self._limits.block_size} tokens, and memory holds {held}: shorten it or lower max_tokens",
                 field,
             )
+        params, constraint = request.params, request.params.constraint
         first = slot_options(request, prompt_len, run_seed=self._run_seed, eos_token_ids=self._eos_token_ids)
         options = [sample_options(first, index) for index in range(request.params.n)]
         sequences = [
@@ -175,19 +176,16 @@ class Engine:
                 max_len,
                 options[index],
                 index,
-                constrained=request.params.constraint is not None,
+                matcher=None if constraint is None else self._codec.grammars.matcher(constraint),
             )
             for index in range(request.params.n)
         ]
-        params = request.params
-        constraint = params.constraint
         eos_ends = not params.ignore_eos or constraint is not None  # a mask has it only where an answer may end
         ends = frozenset((*params.stop_token_ids, *(self._eos_token_ids if eos_ends else ())))
         answers = [self._codec.answer(request, prompt_ids) for _ in sequences]
         logprobs = [] if params.logprobs is None else [Logprobs(params.logprobs) for _ in sequences]
-        matchers = [] if constraint is None else [self._codec.grammars.matcher(constraint) for _ in sequences]
         late = not (self._deltas or params.stop)
-        return Live(request, sequences, answers, Timeline(self._clock()), ends, truncated, late, logprobs, matchers)
+        return Live(request, sequences, answers, Timeline(self._clock()), ends, truncated, late, logprobs)
 
     def _enqueue(self) -> bool:
         """Hand the next step to the backend, if there is anything to compute and none before it waits for its mask."""
@@ -239,7 +237,7 @@ class Engine:
                 except Exception as error:
                     events.append(self._close(failed(live.request, as_failure(error))))
                     continue
-            if ended is None and live.matchers:
+            if ended is None and sequence.matcher is not None:
                 obeying.append((live, sequence, text))
                 continue
             if ended is None and len(sequence.token_ids) == sequence.max_len:
@@ -253,7 +251,7 @@ class Engine:
     def _obey(self, obeying: list[tuple[Live, Sequence, str]], now: float) -> list[Event]:
         """Answers under a constraint go on with their last tokens, which brought these texts."""
         events: list[Event] = []
-        steps = [(live.matchers[sequence.index], sequence.token_ids[-1]) for live, sequence, _ in obeying]
+        steps = [(sequence.matcher, sequence.token_ids[-1]) for _, sequence, _ in obeying if sequence.matcher]
         outcomes = self._codec.grammars.advance(steps)
         forces = self._forcing.is_worth_a_look()
         for (live, sequence, text), outcome in zip(obeying, outcomes, strict=True):
@@ -305,10 +303,7 @@ class Engine:
             return []
         step = self._in_flight[0]
         sequences = [step.sampled[row] for row in step.masked]
-        matchers = [
-            None if sequence.finished else self._live[sequence.request.request_id].matchers[sequence.index]
-            for sequence in sequences
-        ]
+        matchers = [None if sequence.finished else sequence.matcher for sequence in sequences]
         bits = self._backend.mask_memory()[: len(matchers)]
         errors = self._codec.grammars.fill(matchers, bits)
         step.pending.mask(bits)

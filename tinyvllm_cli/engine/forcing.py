@@ -49,9 +49,9 @@ class Forcing:
 
     def _forced(self, live: Live, sequence: Sequence, least: int) -> list[int]:
         """The ids that are forced on an answer; none where they are fewer than `least`."""
-        if live.logprobs:  # which come with draws, as does the error where an id is held back
+        if live.logprobs or sequence.matcher is None:  # logprobs come with draws, as does the error of an id held back
             return []
-        forced = _free(live.matchers[sequence.index].forced(), sequence)
+        forced = _free(sequence.matcher.forced(), sequence)
         return forced if len(forced) >= least else []
 
 

@@ -12,7 +12,6 @@ from tinyvllm_cli.types import Choice, Completion, Request, Sequence, Usage
 
 if TYPE_CHECKING:
     from tinyvllm_cli.text.codec import Answer
-    from tinyvllm_cli.text.grammars import Matcher
 
 # What ended an answer: a token or a string that it was to end at, its constraint, or its length.
 End: TypeAlias = Literal["stop", "complete", "length"]
@@ -30,7 +29,6 @@ class Live:
     truncated: int  # tokens cut from the prompt
     late: bool  # the text of an answer is made at its end: nobody asks before
     logprobs: list[Logprobs]  # of each of its answers; empty: not asked for
-    matchers: list[Matcher]  # of each of its answers; empty: any text will do
     choices: list[Choice] = field(default_factory=list)  # answers that have ended, in the order of their ends
 
     def take(self, sequence: Sequence, token_id: int) -> tuple[str, End | None]:
@@ -45,8 +43,10 @@ class Live:
         text = "" if self.late else answer.push(token_id)
         if answer.stopped_by is not None:
             return text, "stop"
-        self.matchers[sequence.index].advance(token_id)
-        return text, self.ended(sequence, finished=self.matchers[sequence.index].finished)
+        matcher = sequence.matcher
+        assert matcher is not None, "a constraint forces it"
+        matcher.advance(token_id)
+        return text, self.ended(sequence, finished=matcher.finished)
 
     def ended(self, sequence: Sequence, *, finished: bool) -> End | None:
         """What ended an answer under a constraint, which its last token may have finished."""
