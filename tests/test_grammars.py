@@ -24,6 +24,7 @@ import tinyvllm_cli.text.grammars as module
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.io.constraints import read_constraint
 from tinyvllm_cli.text.grammars import Grammars
+from tinyvllm_cli.text.tokenizer import without_added_tokens
 
 SCHEMAS = schemas()
 REGEXES = [
@@ -94,6 +95,29 @@ def test_each_choice_can_be_had_and_nothing_else(name):
     assert len(drawn) > 3
     assert all(accepts("bytes", text, choice=choices) for text in choices)
     assert not accepts("bytes", "lee", choice=choices)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "pieces"])
+def test_choices_are_spelt_as_the_tokenizer_spells_them(name):
+    """In its own ids alone, so that no prefix of a word stands for the word."""
+    choices = ["good", " good", "good enough", "bad", " neither", "日本語", "naïve\n", "<s>", "x" * 300]
+    tokens = tokenizer(name)
+    bare = without_added_tokens(tokens.core)
+    spelt = {text: bare.encode("\n" + text).ids[len(bare.encode("\n").ids) :] for text in choices}
+    ways = list(spelt.values())
+    for way in ways:
+        matcher = compiled(name, choice=choices)
+        for place, id in enumerate(way):
+            here = way[:place]
+            wanted = {other[place] for other in ways if other[:place] == here and len(other) > place}
+            assert set(mask(name, matcher)) == wanted | (set(EOS[name]) if here in ways else set())
+            matcher.advance(id)
+        assert matcher.finished != any(other[: len(way)] == way and other != way for other in ways)
+
+
+def test_nested_choices_of_any_depth_and_number():
+    deep = ["a" * n for n in range(1, 3000)]
+    assert accepts("bytes", "a" * 2999, choice=deep) and not accepts("bytes", "a" * 3000, choice=deep)
 
 
 @pytest.mark.parametrize("word", ["<|end|>", "<|stop|>", "<|user|>"])
@@ -241,7 +265,7 @@ def test_compiled_constraints_are_kept_and_the_oldest_given_up(monkeypatch):
     monkeypatch.setattr(module, "KEPT", 3)
     own = Grammars(tokenizer("bytes"), EOS["bytes"], VOCAB_SIZES["bytes"])
     made = []
-    monkeypatch.setattr(module, "_library_grammar", lambda c, build=module._library_grammar: made.append(c) or build(c))
+    monkeypatch.setattr(own, "_grammar_of", lambda c, build=own._grammar_of: made.append(c) or build(c))
     good = [read_constraint({"regex": "a" * n}) for n in range(1, 5)]
     bad = read_constraint({"regex": "("})
     for _ in range(2):

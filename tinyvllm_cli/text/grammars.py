@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tinyvllm_cli.errors import RequestError
+from tinyvllm_cli.text.choices import choice_grammar
 from tinyvllm_cli.text.lark_check import prepare_grammar
 from tinyvllm_cli.text.patterns import choice_pattern, refuse_pattern
 from tinyvllm_cli.text.schema_check import SchemaError, prepare_schema
@@ -44,6 +45,7 @@ class Grammars:
         # llguidance must have one: without any, the last id stands in for it, and the masks are without this id.
         self._tokens = _library_tokenizer(tokenizer, eos or [tokenizer.size - 1], vocab_size)
         self._find_allowed = partial(_allowed, tokenizer, eos, vocab_size)
+        self._grammar_of = partial(_library_grammar, tokenizer, vocab_size)
         self._library_words = -(-self._tokens.vocab_size // 32)
         self._fits = self._library_words == self.words and tokenizer.size <= vocab_size and bool(eos)
         self._compiled: OrderedDict[Constraint, _Compiled | str] = OrderedDict()  # or why it cannot be
@@ -122,7 +124,7 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> _Compiled | str:
         try:
-            compiled = _Compiled(self._tokens, _library_grammar(constraint), self._threads)
+            compiled = _Compiled(self._tokens, self._grammar_of(constraint), self._threads)
             compiled.check()
         except SchemaError as error:
             return str(error)
@@ -215,7 +217,7 @@ class Matcher:
             raise RequestError("invalid_schema", message, name)
 
 
-def _library_grammar(constraint: Constraint) -> str:
+def _library_grammar(tokenizer: Tokenizer, vocab_size: int, constraint: Constraint) -> str:
     from llguidance import LLMatcher, regex_to_lark
 
     source = constraint.source
@@ -224,7 +226,11 @@ def _library_grammar(constraint: Constraint) -> str:
     if constraint.kind == "grammar":
         return LLMatcher.grammar_from_lark(prepare_grammar(source))
     if constraint.kind == "choice":
-        return LLMatcher.grammar_from_regex(choice_pattern(json.loads(source)))
+        texts = json.loads(source)
+        grammar = choice_grammar(tokenizer, texts, vocab_size)
+        if grammar is None:
+            return LLMatcher.grammar_from_regex(choice_pattern(texts))
+        return LLMatcher.grammar_from_lark(grammar)
     if reason := refuse_pattern(source):
         raise SchemaError(f"is {source!r}, {reason}")
     # \d and \w as in the patterns of JSON schemas, which are ECMAScript's: ASCII
