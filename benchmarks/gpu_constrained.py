@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from tinyvllm_cli.backends.machine import available_cpus
 from tinyvllm_cli.bench.subject import open_random
 from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.file_work import SWITCH_S
 from tinyvllm_cli.io.constraints import read_constraint
 from tinyvllm_cli.load import MASK_THREADS
 from tinyvllm_cli.text.codec import TextCodec
@@ -291,6 +293,7 @@ def main() -> None:
         print(f"{subject.name}, {facts.dtype}, {facts.device}: {dict(facts.details)}")
         print(f"{work}, {size:,} ids; masks by {threads} threads", flush=True)
         gc.freeze()  # as a run does
+        sys.setswitchinterval(SWITCH_S)
         trials, clocks = measure(backend, codec, eos, work, options.rounds)
     print("", *figures(trials), "", *parts_table(clocks), sep="\n")
 

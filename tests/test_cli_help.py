@@ -8,6 +8,8 @@ import click
 import pytest
 
 from tinyvllm_cli.cli import tinyvllm
+from tinyvllm_cli.cli.run import run
+from tinyvllm_cli.io.fields import ANSWER_FIELDS, PROMPT_FIELDS
 from tinyvllm_cli.run_options import RunOptions
 
 
@@ -67,3 +69,21 @@ def test_the_first_page_has_examples_that_are_commands():
         parse(words)
     with pytest.raises(click.exceptions.Exit):  # what --help does
         parse(last)
+
+
+OPTIONS = {parameter.name for parameter in run.params}
+
+
+@pytest.mark.parametrize("name", sorted((ANSWER_FIELDS | PROMPT_FIELDS) - OPTIONS))
+def test_a_field_that_is_no_option_is_told_as_one_of_set(said, name: str):
+    option = f"--{name.replace('_', '-')}"
+    for words in [option, "1"], [f"{option}=1"]:
+        code, _, err = said("run", "in.jsonl", *words)
+        wanted = f"error: No such option '{option}': write --set {name}=VALUE; see `tinyvllm run --help`\n"
+        assert (code, err) == (2, wanted)
+    assert "--set" not in said("score", "in.jsonl", option)[2], "which has none"
+
+
+def test_the_page_of_scores_speaks_of_no_answers():
+    page = {command.name: page for command, page in pages(tinyvllm)}["score"]
+    assert "answers" not in page and "answered" not in page

@@ -235,6 +235,16 @@ def test_a_batch_file_is_answered_once_its_fields_are_stripped(page_run: PageRun
     assert [line.split("\t")[0] for line in answered.splitlines()] == ["request-1", "request-2", "request-3"]
 
 
+def test_cut_answers_that_are_asked_again_are_those_of_one_run(page_run: PageRun):
+    folder, out = page_run.folder, page_run.folder / "longer.out.jsonl"
+    command = ["run", folder / "longer.jsonl", "-m", folder / "small", "--max-tokens", "8", "-q", "--backend", "cpu"]
+    assert run_here(*command, "-o", out) == 0
+    answers = page_run.answers("short.jsonl")
+    assert answers == page_run.answers("longer.out.jsonl")
+    cut = [json.loads(line) for line in (folder / "cut.jsonl").read_text().splitlines()]
+    assert cut and all(answers[name]["usage"]["completion_tokens"] > 16 for name in cut), "more than a line had"
+
+
 def test_rows_come_back_as_parquet(page_run: PageRun):
     texts = page_run.texts("rows.out.jsonl")
     packed = duckdb.read_parquet(str(page_run.folder / "answers.parquet")).fetchall()

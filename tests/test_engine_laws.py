@@ -10,6 +10,7 @@ from fake_grammars import FakeGrammars, Rules, constraint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tinyvllm_cli.engine.engine as engine_module
 from tinyvllm_cli.engine import prefix
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.engine.sampling import request_seed, sample_seed, slot_options
@@ -89,7 +90,7 @@ def run(
     backend = FakeBackend(lim, model(), clock)
     codec = FakeCodec(clock, grammars=FakeGrammars(VOCAB, EOS))
     engine = Engine(backend, codec, eos_token_ids=EOS, clock=clock, prefix_cache=prefix_cache, deltas=deltas)
-    backend.owners = engine._batcher.memory.pool.owners
+    backend.owners, backend.late_ends = engine._batcher.memory.pool.owners, not deltas
     events: list[Event] = []
     step, last = 0, max((a.at + (a.abort_after or 0) for a in arrivals), default=0)
     while step <= last or not engine.idle:
@@ -227,11 +228,16 @@ def test_steps_ahead_change_no_answer(arrivals: list[Arrival], lim: Limits):
     assert answers(1) == answers(2) == answers(4)
 
 
-@given(any_arrivals(), any_limits)
-def test_nobody_listening_changes_no_answer(arrivals: list[Arrival], lim: Limits):
-    told, _, _ = run(arrivals, lim)
-    silent, _, _ = run(arrivals, lim, deltas=False)
-    assert silent == [event for event in told if isinstance(event, Completion)]
+@given(any_arrivals(aborts=False), any_limits, st.sampled_from([1, 2, 99]))
+def test_nobody_listening_changes_no_answer(arrivals: list[Arrival], lim: Limits, beside_from: int):
+    """Nor does it where answers under a constraint go on beside."""
+
+    def answers(deltas: bool) -> list[tuple[int, object, object]]:
+        with patch.object(engine_module, "BESIDE_FROM", beside_from):
+            events, _, _ = run(arrivals, replace(lim, chunk_cost=99), deltas=deltas)
+        return sorted((e.request_id, e.choices, e.error) for e in events if isinstance(e, Completion))
+
+    assert answers(deltas=False) == answers(deltas=True)
 
 
 @given(any_arrivals(aborts=False), any_limits)

@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from lines import refusal
 
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.io.constraints import as_field, read_constraint, read_params
@@ -107,6 +108,17 @@ def test_two_at_once_are_refused_by_their_names(one, other):
         ("response_format", {"type": "json_schema", "json_schema": {"schema": []}}, "[]"),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": None}}, '{"schema":null}'),
         ("response_format", {"type": ["text"]}, '["text"]'),
+        (
+            "response_format",
+            {"type": "json_schema", "schema": SCHEMA},
+            'wanted {"type": "json_schema", "json_schema": {"schema": ',
+        ),
+        (
+            "response_format",
+            {"type": "json_object", "schema": SCHEMA},
+            'wanted {"type": "json_schema", "json_schema": {',
+        ),
+        ("response_format", {"type": "json_schema", "json_schema": {"type": "object"}}, "the schema in schema"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_name_what_was_found_and_what_is_wanted(name, value, found):
@@ -117,3 +129,24 @@ def test_a_wrong_value_is_refused_with_the_name_what_was_found_and_what_is_wante
     assert found in raised.value.message
     assert ", wanted " in raised.value.message
     assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    "name, ours",
+    [
+        ("guided_json", "json_schema"),
+        ("guided_regex", "regex"),
+        ("guided_grammar", "grammar"),
+        ("guided_choice", "choice"),
+        ("structured_outputs", "json_schema, regex, grammar or choice"),
+        ("schema", "json_schema"),
+        ("pattern", "regex"),
+        ("enum", "choice"),
+    ],
+)
+def test_other_names_of_a_form_are_told_ours(name, ours):
+    unknown = ("unknown_field", f"unknown field {name}, did you mean {ours}?", name)
+    assert refusal({"prompt": "x", name: {}}) == unknown
+    theirs = ("unsupported", f"{name} is not supported, wanted {ours}", name)
+    batch = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", name: {}}}
+    assert refusal(batch) == (theirs if name.startswith(("guided", "struct")) else unknown)

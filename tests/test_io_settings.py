@@ -110,6 +110,10 @@ def test_the_command_refuses_what_a_line_refuses_in_its_words(name: str, value: 
         (["--set", 'json_schema={"a": 1, "a": 2}'], '--set: the field "a" stands twice in an object, wanted it once'),
         (["--set", "json_schema=" + '{"a":' * 101 + "1" + "}" * 101], "--set: json_schema is nested too deeply"),
         (["--set", 'json_schema={"minimum": NaN}'], 'json_schema is "{'),
+        (
+            ["--json-schema", ' {"type": "null"}'],
+            '{"type": "null"}, wanted a file; inline: --set json_schema=\'{...}\'',
+        ),
         (["--json-schema", "no.json"], "--json-schema: cannot read no.json: No such file"),
         (["--json-schema", "folder"], "--json-schema: cannot read folder: Is a directory"),
         (["--json-schema", "latin1.json"], "--json-schema: latin1.json is not UTF-8 text"),

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from random import Random
 
+import pytest
 from fake_backend import FakeBackend, FakeCodec, VirtualClock, refilling_limits, request
 from fake_grammars import FakeGrammars, constraint
 from test_engine_laws import EOS, FAULTY, VOCAB, alone, model, samples
 
+import tinyvllm_cli.engine.engine as engine_module
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.types import Completion, Limits, Request
 
@@ -31,7 +33,7 @@ def a_world(rng: Random) -> Limits:
         block_size=block_size,
         num_blocks=1 + max(1, int(-(-longest // block_size) * rng.choice([0.5, 1, 1.2, 1.5, 2, 6]))),
         max_in_flight=rng.randint(1, 3),
-        chunk_cost=rng.choice([0, 0, 1]),
+        chunk_cost=rng.choice([0, 0, 1, 99]),
         vocab_size=VOCAB,
     )
 
@@ -58,8 +60,9 @@ def run_world(rng: Random, seen: Counter[str]) -> None:
     clock = VirtualClock()
     backend = FakeBackend(lim, model(), clock)
     codec = FakeCodec(clock, grammars=FakeGrammars(VOCAB, EOS))
-    engine = Engine(backend, codec, eos_token_ids=EOS, clock=clock, prefix_cache=rng.random() < 0.85)
-    backend.owners = engine._batcher.memory.pool.owners
+    how = {"prefix_cache": rng.random() < 0.85, "deltas": rng.random() < 0.3}
+    engine = Engine(backend, codec, eos_token_ids=EOS, clock=clock, **how)
+    backend.owners, backend.late_ends = engine._batcher.memory.pool.owners, not how["deltas"]
     source, under_way = requests(rng, lim), {}
     arrivals = rng.choice([0.1, 0.7, 2.0])  # a step
     quiet = 0
@@ -101,7 +104,8 @@ def compare(completion: Completion, req: Request, lim: Limits) -> None:
     assert [(c.token_ids, c.finish_reason, c.stop_reason) for c in completion.choices] == wanted
 
 
-def test_random_worlds():
+def test_random_worlds(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_module, "BESIDE_FROM", 1)
     seen: Counter[str] = Counter()
     world = 0
     while seen["steps"] < STEPS:

@@ -47,6 +47,12 @@ def test_an_annotation_changes_nothing(keyword):
     [
         (False, "is false"),
         ({"type": "text"}, 'type "text" at #, wanted null, boolean'),
+        ({"type": "strnig"}, 'type "strnig" at #, did you mean string?'),
+        ({"items": {"type": ["null", "Dict"]}}, 'type "Dict" at #/items, did you mean object?'),
+        ({"type": []}, "type [] at #, wanted null, boolean"),
+        ({"type": [["null"]]}, 'type ["null"] at #'),
+        ({"name": "x", "strict": True, "schema": {"type": "null"}}, 'wanted what stands in its "schema" alone'),
+        ({"type": "json_schema", "json_schema": {"schema": {}}}, 'wanted what stands in its "schema" alone'),
         ({"type": "string", "maxlength": 3}, "did you mean maxLength?"),
         ({"properties": {"a": {"requird": ["b"]}}}, '"requird" at #/properties/a, did you mean required?'),
         ({"x-guidance": {"lenient": True}}, '"x-guidance"'),
@@ -60,6 +66,10 @@ def test_an_annotation_changes_nothing(keyword):
         ({"$defs": {"a": {"$id": "http://a"}}}, "$id at #/$defs/a"),
         ({"properties": {"a": 5}}, "has 5 at #/properties/a"),
         ({"properties": []}, "has [] at #/properties"),
+        (
+            {"type": "object", "required": ["a"], "properties": 3, "additionalProperties": False},
+            "has 3 at #/properties",
+        ),
         ({"anyOf": []}, "has [] at #/anyOf"),
         ({"oneOf": {}}, "has {} at #/oneOf"),
         ({"required": "a"}, 'required "a"'),
@@ -76,22 +86,30 @@ def test_an_annotation_changes_nothing(keyword):
         ({"$ref": "https://example.com/schema"}, "#/$defs/NAME"),
         ({"$ref": "#"}, "allows no answer"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "allows no answer"),
-        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum 5 above maximum 3 at #, which no value fulfils"),
         ({"type": "integer", "minimum": "3"}, 'minimum "3" at #, wanted a number'),
         ({"type": "number", "exclusiveMinimum": True}, "exclusiveMinimum true"),
         ({"type": "integer", "maximum": 2**64}, "wanted a number from -2^53 to 2^53"),
         ({"type": "integer", "multipleOf": -1}, "multipleOf -1"),
         ({"type": "integer", "multipleOf": 0}, "multipleOf 0"),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "range less than 1 wide"),
-        ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength (5) is greater than maxLength (3)"),
+        ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength 5 above maxLength 3 at #"),
         ({"type": "string", "maxLength": -1}, "maxLength"),
-        ({"type": "array", "minItems": 3, "maxItems": 2}, "minItems (3)"),
+        ({"items": {"type": "array", "minItems": 3, "maxItems": 2}}, "minItems 3 above maxItems 2 at #/items"),
+        ({"type": "integer", "exclusiveMinimum": 3, "maximum": 3}, "allows no answer"),
+        ({"type": "array", "minItems": "3"}, 'minItems "3" at #, wanted an integer >= 0'),
+        ({"maxProperties": True}, "maxProperties true at #, wanted an integer >= 0"),
         ({"type": "object", "minProperties": 2}, "minProperties 2"),
         ({"minProperties": 1, "properties": {"a": {}}}, "min/maxProperties"),
-        ({"enum": []}, "allows no answer"),
+        ({"enum": []}, "enum [] at #, wanted a list of values, not empty"),
+        ({"properties": {"a": {"enum": "red"}}}, 'enum "red" at #/properties/a, wanted a list of values'),
         ({"const": 5, "type": "string"}, "allows no answer"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "wanted anyOf"),
         ({"required": ["a"], "properties": {"a": False}, "type": "object"}, "allows no answer"),
+        (
+            {"items": {"type": "object", "required": ["b"], "properties": {"a": {}}, "additionalProperties": False}},
+            'required "b" at #/items, wanted it among the properties too',
+        ),
     ],
 )
 def test_a_bad_schema_is_refused_with_place_and_reason(schema, reason):
@@ -101,6 +119,24 @@ def test_a_bad_schema_is_refused_with_place_and_reason(schema, reason):
     assert reason in error.message
     assert "\n" not in error.message
     assert len(error.message) < 400
+
+
+@pytest.mark.parametrize(
+    "schema, text",
+    [
+        ({"type": ["integer", "null"], "minimum": 5, "maximum": 3}, "null"),
+        ({"minLength": 5, "maxLength": 3}, "7"),
+        ({"type": "string", "minItems": 5, "maxItems": 3}, '"a"'),
+        ({"required": ["a"], "properties": {}, "additionalProperties": False}, "[]"),
+        (
+            {"type": "object", "required": ["a"], "patternProperties": {"a": {}}, "additionalProperties": False},
+            '{"a": 1}',
+        ),
+        ({"type": "object", "properties": {"schema": {"type": "null"}}, "required": ["schema"]}, '{"schema": null}'),
+    ],
+)
+def test_what_some_value_fulfils_is_not_refused_for_others(schema, text):
+    assert takes(schema, text)
 
 
 def some(draw, values):

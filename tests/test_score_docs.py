@@ -34,7 +34,18 @@ def test_the_blocks_run_and_their_jq_says_what_the_page_says(tmp_path: Path):
     sums = [one["logprob"] for one in choices]
     means = [one["logprob"] / one["tokens"] for one in choices]
     assert json.loads(said[2]) == ["choice", sums.index(max(sums)), means.index(max(means))]
-    assert [len(json.loads(line)) for line in said[3].splitlines()] == [
+    answers = read_answers(tmp_path / "choices.jsonl")
+
+    def accuracy(measure) -> float:
+        found = [max(range(3), key=lambda i: measure(line["scores"][i])) for line in answers]
+        return sum(one == line["metadata"]["gold"] for one, line in zip(found, answers, strict=True)) / len(answers)
+
+    assert json.loads(said[3]) == {
+        "questions": 3,
+        "accuracy": pytest.approx(accuracy(lambda score: score["logprob"])),
+        "per_token": pytest.approx(accuracy(lambda score: score["logprob"] / score["tokens"])),
+    }
+    assert [len(json.loads(line)) for line in said[4].splitlines()] == [
         text["tokens"],
         *(one["tokens"] for one in choices),
     ]

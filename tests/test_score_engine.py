@@ -281,6 +281,6 @@ def test_the_border_of_a_continuation(context: str, continuation: str, ids: str,
 def test_a_continuation_without_a_token_of_its_own_is_refused():
     from tinyvllm_cli.engine.score_parts import take_parts
 
-    with pytest.raises(RequestError, match="continuation 2 has no token of its own") as caught:
+    with pytest.raises(RequestError, match=r"continuations\[1\] has no token of its own") as caught:
         take_parts(Pairs(), request(0, "xa", ("c", "b")), 64)
     assert (caught.value.type, caught.value.field) == ("invalid_value", "continuations")

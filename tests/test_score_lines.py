@@ -54,8 +54,8 @@ def test_a_line_of_a_text_file_is_a_text():
     ("line", "kind", "field", "message"),
     [
         ({}, "invalid_value", None, "there is nothing to score, wanted either text, or context and continuations"),
-        ({"text": None, "context": "a"}, "invalid_value", "context", "context is given, wanted either"),
-        ({"continuations": ["a"]}, "invalid_value", "continuations", "continuations is given, wanted either"),
+        ({"text": None, "context": "a"}, "invalid_value", "continuations", "continuations is missing beside context"),
+        ({"continuations": ["a"]}, "invalid_value", "context", "context is missing beside continuations, wanted text"),
         ({"text": "a", "context": "b"}, "invalid_value", "context", "text and context are given, wanted either"),
         ({"text": 1}, "invalid_value", "text", "text is 1, wanted a text"),
         (
@@ -80,11 +80,20 @@ def test_what_is_refused(line: dict[str, Any], kind: str, field: str | None, mes
     assert (item.custom_id, item.metadata_json) == ("x", b'{"k": 1}')
 
 
-@pytest.mark.parametrize("name", ["prompt", "input", "system", "messages"])
-def test_no_hint_names_what_a_text_has_not(name: str):
-    item = read_one({"text": "a", name: "b"})
-    assert isinstance(item, Completion) and item.error is not None
-    assert item.error.message == f"unknown field {name}"
+@pytest.mark.parametrize("name", ["prompt", "input", "messages", "question", "choices", "prompt_token_ids"])
+def test_fields_of_other_lines_are_told_what_is_wanted(name: str):
+    for line in {name: "b"}, {"text": "a", name: "b"}, {"context": "a", name: ["b"]}:
+        item = read_one(line)
+        assert isinstance(item, Completion) and item.error is not None
+        assert item.error.message == f"unknown field {name}, wanted text, or context and continuations"
+        assert (item.error.type, item.error.field) == ("unknown_field", name)
+
+
+def test_no_hint_names_what_a_text_has_not():
+    for name in "system", "regexes", "guided_json":
+        item = read_one({"text": "a", name: "b"})
+        assert isinstance(item, Completion) and item.error is not None
+        assert item.error.message == f"unknown field {name}"
 
 
 def test_an_id_that_an_earlier_line_has_is_refused():

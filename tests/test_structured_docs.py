@@ -1,6 +1,8 @@
 """docs/structured-output.md: its blocks run, what it shows is what comes out, and its lists are those of the check."""
 
+import csv
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +20,10 @@ PAGE = (Path(__file__).parent.parent / "docs" / "structured-output.md").read_tex
 BLOCKS = shell_blocks(PAGE)
 # Told in other words: identifiers of schemas, and old names.
 UNTOLD = {"$anchor", "$recursiveAnchor", "$recursiveRef", "$dynamicAnchor", "$vocabulary", "minContains", "maxContains"}
+
+
+# Not noticed, as the page says.
+ENDLESS = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +46,26 @@ def test_each_row_has_a_label(page_run: tuple[Path, list[str]]):
     assert [name for name, _ in rows] == ["r1", "r2", "r3"] and {label for _, label in rows} <= {" good", " bad"}
 
 
+def test_the_probabilities_of_labels_are_those_of_their_scores(page_run: tuple[Path, list[str]]):
+    folder, said = page_run
+    scored = by_id(read_answers(folder / "label-scores.jsonl"))
+    told = by_id([json.loads(line) for line in said[1].splitlines()])
+    assert list(told) == list(scored) == ["r1", "r2", "r3"]
+    for name, line in told.items():
+        good, bad = (math.exp(score["logprob"]) for score in scored[name]["scores"])
+        parts = {" good": pytest.approx(good / (good + bad)), " bad": pytest.approx(bad / (good + bad))}
+        assert line == {"custom_id": name, **parts}
+    contexts = [json.loads(line)["context"] for line in (folder / "to-score.jsonl").read_text().splitlines()]
+    with (folder / "reviews.csv").open(newline="") as file:
+        reviews = [row["review"] for row in csv.DictReader(file)]
+    assert [context.split("Review: ")[-1] for context in contexts] == [f"{review}\nLabel:" for review in reviews]
+
+
 def test_whole_answers_and_cut_ones_are_told_apart(page_run: tuple[Path, list[str]]):
     folder, said = page_run
     schema = json.loads((folder / "offer.json").read_text())
-    whole = {line.pop("custom_id"): line for line in map(json.loads, said[1].splitlines())}
-    cut = dict(map(json.loads, said[2].splitlines()))
+    whole = {line.pop("custom_id"): line for line in map(json.loads, said[2].splitlines())}
+    cut = dict(map(json.loads, said[3].splitlines()))
     for value in whole.values():
         jsonschema.validate(value, schema)
     assert "chair" in cut and whole.keys() | cut.keys() == {"kettle", "lamp", "chair"}
@@ -53,7 +74,7 @@ def test_whole_answers_and_cut_ones_are_told_apart(page_run: tuple[Path, list[st
 
 def test_the_forms_are_had_and_the_wrong_one_is_told(page_run: tuple[Path, list[str]]):
     folder, said = page_run
-    told, message = said[3].splitlines()
+    told, message = said[4].splitlines()
     assert told == "exit code 3" and f"`{message}`" in PAGE
     answers = by_id(read_answers(folder / "forms.out.jsonl"))
     body = answers.pop("r1")["response"]["body"]
@@ -93,6 +114,8 @@ def test_the_keywords_of_the_page_are_those_of_the_check():
         ({"regex": "a^b"}, {"regex": "a{2}|(?s).x"}),
         ({"regex": "(?=a)a"}, {"regex": r"[\[\]a-z]"}),
         ({"regex": r"(a)\1"}, {"regex": "(a)+?b"}),
+        ({"regex": "[[:alpha:]]"}, {"regex": r"[^\n]{0,80}"}),
+        ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, {"json_schema": ENDLESS}),
         ({"regex": "[a&&b]"}, {"regex": r"[a\&\&b]"}),
         ({"grammar": 'start: "a" <|x|>'}, {"grammar": 'start: "a"{2,5} A?\nA: /x/ | "y"+'}),
         ({"grammar": "start: @other"}, {"grammar": '%import common.WORD\n%ignore " "\nstart: WORD'}),

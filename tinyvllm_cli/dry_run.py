@@ -34,6 +34,7 @@ def dry_run(options: RunOptions, settings: Mapping[str, Any], input: Input, syst
     """
     say = make_display(quiet=options.quiet, answers_on_terminal=False).say
     with closing(_open(options, system, say)) as model:
+        options.check_form(settings, model.codec)
         items = input.requests(options.defaults(settings, model.checkpoint), model.codec)
         return validate(items, model.codec, _context(options, model), say=say)
 

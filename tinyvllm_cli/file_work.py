@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from tinyvllm_cli.load import LoadedModel, Prepared
 
 
+SWITCH_S = 1e-4  # of the interpreter between threads: work beside a step is handed over within a part of it
 TABLES = {".csv", ".tsv", ".txt", ".parquet"}  # what an output is not
 
 
@@ -126,6 +128,7 @@ def _run(run: _Checked, hold: Hold) -> int:
     date = frozen_date(run.record)
     with closing(_prepare(run, date)) as prepared:
         _refuse_model_file(run.writer, prepared.text.files.path)
+        run.work.check(prepared.text)
         ready = _compare(run, prepared, date)
         resume = ready.resume
         if resume is not None and run.input.scan is not None and not resume.requests:
@@ -187,7 +190,7 @@ def _compare(run: _Checked, prepared: Prepared, date: datetime) -> _Ready:
     resume = None
     items = work.requests(input, text, answers)
     if run.earlier is not None:
-        differs = differences(run.record, asdict(run.options), answers, work.telling)
+        differs = differences(run.record, asdict(run.options), answers, work.telling, path=run.record_path)
         resume = Resume(run.earlier, differs, run.options.scope)
         if input.scan is None:
             items = filter(resume.wants, items)
@@ -242,6 +245,7 @@ def _answer(run: _Checked, ready: _Ready, loaded: LoadedModel, hold: Hold) -> in
     )
     _begin(writer, ready)
     gc.freeze()  # what was loaded stays: to look through it again and again holds up steps
+    sys.setswitchinterval(SWITCH_S)
     try:
         _run_recorded(job, loaded, record, run)
     except DeviceError as error:

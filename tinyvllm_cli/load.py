@@ -67,6 +67,7 @@ class LoadedModel:
     load_s: float  # finding the files, and making them ready for the first step
 
     def close(self) -> None:
+        self.engine.close()
         self.backend.close()
         self.checkpoint.tensors.close()
 

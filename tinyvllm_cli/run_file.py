@@ -57,6 +57,9 @@ class RunWork:
 
         return dry_run(self.options, self.settings, input, self.system)
 
+    def check(self, text: TextSide) -> None:
+        self.options.check_form(self.settings, text.codec)
+
     def answerer(self, prepared: Prepared, date: datetime) -> Answerer:
         template = prepared.text.codec.template
         asked = date.isoformat() if template is not None and template.asks_date else None

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinyvllm_cli.errors import UsageError
+from tinyvllm_cli.errors import RequestError, UsageError
 from tinyvllm_cli.file_options import FileOptions
+from tinyvllm_cli.io.constraints import read_params
 from tinyvllm_cli.io.prompts import Defaults
 from tinyvllm_cli.io.settings import TextOption, line_defaults, read_schema, read_settings
 
 if TYPE_CHECKING:
     from tinyvllm_cli.model.checkpoint import Checkpoint
+    from tinyvllm_cli.text.codec import TextCodec
 
 Format = Literal["jsonl", "text"]
 
@@ -58,6 +60,22 @@ class RunOptions(FileOptions):
             "json_schema": None if schema is None else read_schema(schema),
         }
         return read_settings(named, self.set)
+
+    def check_form(self, settings: Mapping[str, Any], codec: TextCodec) -> None:
+        """UsageError where the form that the command gives cannot be had, in the words of a line's error.
+
+        settings: of settings().
+        """
+        constraint = read_params(settings).get("constraint")
+        if constraint is None:
+            return
+        try:
+            codec.grammars.matcher(constraint)
+        except RequestError as error:
+            reason = error.message.removeprefix(constraint.field)
+            if self.json_schema is not None:
+                raise UsageError(f"--json-schema: {self.json_schema}{reason}") from None
+            raise UsageError(f"--choice{reason}" if self.choice else f"--set: {error.message}") from None
 
     def defaults(self, settings: Mapping[str, Any], checkpoint: Checkpoint) -> Defaults:
         """What holds for a line that says nothing else. settings: of settings()."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli.engine.fingerprint import Answerer
@@ -42,9 +43,11 @@ def answerer(prepared: Prepared, *, system: str | None, seed: int, date: str | N
     )
 
 
-def differences(record: Record | None, options: Mapping[str, Any], now: Answerer, telling: Sequence[str]) -> str:
-    """For people: in what the run of this record was another one than a run with these options, of which the `telling`
-    ones are those on which answers depend."""
+def differences(
+    record: Record | None, options: Mapping[str, Any], now: Answerer, telling: Sequence[str], *, path: Path | None
+) -> str:
+    """For people: in what the run of the record at this path was another one than a run with these options, of which
+    the `telling` ones are those on which answers depend."""
     if record is None:
         return " (the run record, which would tell in what, is not there)"
     found = [
@@ -63,7 +66,8 @@ def differences(record: Record | None, options: Mapping[str, Any], now: Answerer
         files = ["--template"] if str(options.get("template")).startswith("@") else []
         files += ["--json-schema"] if options.get("json_schema") is not None else []
         file = f", or the file of {' or '.join(files)}," if files else ""
-        return f" (all options are the same, so it is the line{file} that changed)"
+        same = f"all options are as in the run record {path}"
+        return f" ({same}, so it is the line{file} that changed, unless that record is another run's)"
     return f" ({'; '.join(found)})"
 
 

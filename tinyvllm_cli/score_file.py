@@ -51,6 +51,9 @@ class ScoreWork:
 
         return dry_run_scores(self.options, input)
 
+    def check(self, text: TextSide) -> None:
+        """No option of theirs can be wrong."""
+
     def answerer(self, prepared: Prepared, date: datetime) -> Answerer:  # noqa: ARG002
         return answerer(prepared, system=None, seed=self.seed, date=None)
 

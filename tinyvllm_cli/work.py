@@ -52,6 +52,10 @@ class Work(Protocol):
         """Check every line without weights; the exit code."""
         ...
 
+    def check(self, text: TextSide) -> None:
+        """UsageError where the options ask for what this model's text side cannot do."""
+        ...
+
     def answerer(self, prepared: Prepared, date: datetime) -> Answerer: ...
 
     def requests(

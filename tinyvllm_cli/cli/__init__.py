@@ -112,6 +112,12 @@ def _not_understood(error: click.ClickException) -> int:
         return error.exit_code
     context = error.ctx if isinstance(error, click.UsageError) else None
     hint = f"; see `{context.command_path} --help`" if context else ""
+    if isinstance(error, click.NoSuchOption) and context and "set" in {each.name for each in context.command.params}:
+        from tinyvllm_cli.io.fields import ANSWER_FIELDS, PROMPT_FIELDS
+
+        name = error.option_name.lstrip("-").replace("-", "_")
+        if name in ANSWER_FIELDS | PROMPT_FIELDS:
+            return _say(f"No such option '{error.option_name}': write --set {name}=VALUE{hint}", error.exit_code)
     return _say(error.format_message().rstrip(".") + hint, error.exit_code)
 
 

@@ -180,7 +180,7 @@ answer_options = _group(
         type=_text,
         multiple=True,
         metavar="TEXT",
-        help="The answer is one of these texts; once for each of them.",
+        help="The answer is one of these texts, each with its own --choice: --choice yes --choice no.",
     ),
     _option("--json-schema", metavar="FILE", help="The answer is JSON, as the JSON Schema in this file describes it."),
     _option(
@@ -196,7 +196,9 @@ answer_options = _group(
         type=_text,
         multiple=True,
         metavar="NAME=VALUE",
-        help="Any other field of a line, such as top_p=0.9; VALUE is JSON, else a string. May be repeated.",
+        help="Any other field of a line, such as top_p=0.9: top_k, min_p, logprobs, regex, grammar, response_format, "
+        "stop_token_ids, min_tokens, logit_bias, repetition_penalty, presence_penalty, frequency_penalty, "
+        "chat_template_kwargs, ... (docs/lines.md). VALUE is JSON, else a string. May be repeated.",
     ),
     _option("--model-sampling", is_flag=True, help="Start from the sampling in the model's generation_config.json."),
 )
@@ -215,11 +217,11 @@ output_options = _group(
         metavar="FILE",
         default="-",
         show_default=True,
-        help="Where answers go; - is standard output.",
+        help="Where the lines go; - is standard output.",
     ),
-    _option("--resume", is_flag=True, help="Keep the answers that the output holds, and do the rest."),
+    _option("--resume", is_flag=True, help="Keep what the output holds, and do the rest."),
     _option("--overwrite", is_flag=True, help="Replace an output that exists."),
-    _option("--ordered", is_flag=True, help="Write answers in the order of the input, not in that of finishing."),
+    _option("--ordered", is_flag=True, help="Write in the order of the input, not in that of finishing."),
     _option("--record", metavar="FILE", help="Run record: what was run and how far it is.  [default: OUTPUT.run.json]"),
     _option("-q", "--quiet", is_flag=True, help="Say nothing but errors on standard error."),
 )
@@ -247,7 +249,7 @@ work_options = _group(
     _option(
         "--dry-run",
         is_flag=True,
-        help="Answer nothing: check every line, count its tokens, and say which would fail. No weights are read.",
+        help="Only check every line, count its tokens, and say which would fail. No weights are read.",
     ),
 )
 
@@ -299,14 +301,14 @@ machine_options = _group(
         "--slots",
         type=click.IntRange(1, 2**16),
         metavar="N",
-        help=f"Requests answered at once.  [default: {engine_defaults('gpu').slots} on a GPU, "
+        help=f"Requests at once.  [default: {engine_defaults('gpu').slots} on a GPU, "
         f"{engine_defaults('cpu').slots} on a CPU]",
     ),
     _option(
         "--max-model-len",
         type=click.IntRange(1, 2**31 - 1),
         metavar="N",
-        help="Tokens of prompt and answer together at most.  [default: the model's, or what fits]",
+        help="Tokens of a text at most, prompt and answer together.  [default: the model's, or what fits]",
     ),
     _option(
         "--kv-dtype",
@@ -314,7 +316,7 @@ machine_options = _group(
         default="auto",
         show_default=True,
         help="How K and V are held. auto is as they are computed; fp8 takes about half of that on a GPU, and changes "
-        "answers a little. The CPU rounds them in the same way and holds float32.",
+        "results a little. The CPU rounds them in the same way and holds float32.",
     ),
     _option("--no-prefix-cache", is_flag=True, help="Compute each prompt anew, also where others begin alike."),
     _option(

@@ -90,7 +90,7 @@ class Batcher:
             return None
         batch, sampled, told, masked = self._batch(count, chunks)
         self._regroup(count, chunks)
-        return Plan(admitted, copies, batch, sampled, told, masked)
+        return Plan(admitted, list(map(_slot, admitted)), copies, batch, sampled, told, masked)
 
     @property
     def has_paused(self) -> bool:

@@ -5,35 +5,26 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from tinyvllm_cli.engine.batcher import Batcher
-from tinyvllm_cli.engine.failures import as_failure, failed
+from tinyvllm_cli.engine.failures import NAN_LOGITS, as_failure, failed, no_token
 from tinyvllm_cli.engine.forcing import Forcing
 from tinyvllm_cli.engine.intake import take_prompt
 from tinyvllm_cli.engine.live import End, Live, answered
 from tinyvllm_cli.engine.logprobs import Logprobs
+from tinyvllm_cli.engine.obeying import BESIDE_FROM, Obeying, follow
+from tinyvllm_cli.engine.plan import Plan, Step
 from tinyvllm_cli.engine.sampling import sample_options, slot_options
 from tinyvllm_cli.engine.stats import EngineStats, Timeline
 from tinyvllm_cli.errors import RequestError
-from tinyvllm_cli.types import Completion, Delta, Event, Failure, Request, Sequence
+from tinyvllm_cli.types import U32, Completion, Delta, Event, Failure, Request, Sequence
 
 if TYPE_CHECKING:
-    from tinyvllm_cli.backends.base import Backend, Pending
+    from tinyvllm_cli.backends.base import Backend
     from tinyvllm_cli.text.codec import TextCodec
-
-NAN_LOGITS = -1  # in the place of a token (StepOutput.token_ids)
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step in flight."""
-
-    pending: Pending
-    sampled: list[Sequence]  # whose token each of its rows is
-    told: list[int]  # rows whose logprobs are wanted
-    masked: list[int]  # rows that wait for a mask; empty once it is there
+    from tinyvllm_cli.text.grammars import Matcher
 
 
 class Engine:
@@ -68,8 +59,10 @@ class Engine:
         self._batcher = Batcher(self._limits, prefix_cache=prefix_cache)
         self._forcing = Forcing(self._batcher, self.stats)
         self._live: dict[int, Live] = {}
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[Step] = deque()
         self._deltas = deltas
+        self._beside = ThreadPoolExecutor(1)  # starts no thread before it has work
+        self._obeying: Obeying | None = None
         self._done: list[Completion] = []  # ended without a step: events of the next one
 
     @property
@@ -117,8 +110,15 @@ class Engine:
             done, self._done = self._done, []
             return list(done)
         events: list[Event] = []
-        while len(self._in_flight) < self._limits.max_in_flight and self._enqueue():
+        while len(self._in_flight) < self._limits.max_in_flight:
+            if self._in_flight and self._in_flight[-1].masked and len(self._in_flight) > 1:
+                break
+            plan = self._batcher.plan()  # while masks are made
             events += self._mask_oldest()
+            if plan is None:
+                break
+            self._enqueue(plan)
+        events += self._mask_oldest()
         assert self._in_flight or not self._live, "sequences wait and nothing runs that could make room for them"
         if not self._in_flight:
             return events
@@ -129,15 +129,23 @@ class Engine:
             sequence = step.sampled[row]
             if token_ids[row] >= 0 and not sequence.finished:
                 self._live[sequence.request.request_id].logprobs[sequence.index].push(output, row)
-        return [*events, *self._land(step.sampled, token_ids), *self._mask_oldest()]
+        events += self._land(step.sampled, token_ids)
+        return events if self._obeying is not None else events + self._mask_oldest()
 
     def fail_running(self, message: str) -> list[Completion]:
         """End the requests that were begun, after a backend that failed under way; of the others nothing is told."""
+        self.close()
         self._in_flight.clear()
         failure = Failure("internal", message)
         preempted = [sequence for sequence in self._batcher.waiting if sequence.num_preempted]
         begun = dict.fromkeys(sequence.request.request_id for sequence in (*self._batcher.running, *preempted))
         return [self._close(failed(self._live[request_id].request, failure)) for request_id in begun]
+
+    def close(self) -> None:
+        """Let go of what is under way beside: no memory of the backend is written to any more."""
+        if self._obeying is not None:
+            self._obeying.followed.exception()
+            self._obeying = None
 
     def check(self) -> None:
         """Assert the invariants of engine and batcher."""
@@ -187,24 +195,18 @@ class Engine:
         late = not (self._deltas or params.stop)
         return Live(request, sequences, answers, Timeline(self._clock()), ends, truncated, late, logprobs)
 
-    def _enqueue(self) -> bool:
-        """Hand the next step to the backend, if there is anything to compute and none before it waits for its mask."""
-        if self._in_flight and self._in_flight[-1].masked:
-            return False
-        plan = self._batcher.plan()
-        if plan is None:
-            return False
+    def _enqueue(self, plan: Plan) -> None:
+        """Hand the next step to the backend."""
         now = self._clock()
-        for sequence in plan.admitted:
-            assert sequence.slot is not None
-            self._live[sequence.request.request_id].times.enter_slot(now)
-            self._backend.bind(sequence.slot, sequence.token_ids, sequence.options)
+        for sequence, slot in zip(plan.admitted, plan.slots, strict=True):
+            if not sequence.finished:
+                self._live[sequence.request.request_id].times.enter_slot(now)
+            self._backend.bind(slot, sequence.token_ids, sequence.options)
         if plan.copies:
             self._backend.copy_blocks(plan.copies)
-        self._in_flight.append(_Step(self._backend.step(plan.batch), plan.sampled, plan.told, plan.masked))
+        self._in_flight.append(Step(self._backend.step(plan.batch), plan.sampled, plan.told, plan.masked))
         batcher = self._batcher
         self.stats.count_step(len(batcher.running), batcher.preemptions, batcher.memory)
-        return True
 
     def _land(self, sampled: list[Sequence], token_ids: list[int]) -> list[Event]:
         """What the tokens of a step bring. The loop runs for every token of every answer: it calls little."""
@@ -216,7 +218,7 @@ class Engine:
                 continue
             live = self._live[sequence.request.request_id]
             if token_id < 0:
-                failure = _no_token(token_id, sequence.num_output)
+                failure = no_token(token_id, sequence.num_output)
                 events.append(self._close(failed(live.request, failure), spoilt=token_id == NAN_LOGITS))
                 continue
             self.stats.completion_tokens += 1
@@ -250,9 +252,20 @@ class Engine:
 
     def _obey(self, obeying: list[tuple[Live, Sequence, str]], now: float) -> list[Event]:
         """Answers under a constraint go on with their last tokens, which brought these texts."""
-        events: list[Event] = []
         steps = [(sequence.matcher, sequence.token_ids[-1]) for _, sequence, _ in obeying if sequence.matcher]
-        outcomes = self._codec.grammars.advance(steps)
+        waits = bool(self._in_flight) and self._in_flight[0].masked
+        if waits and len(steps) >= BESIDE_FROM and not (self._deltas or self._forcing.is_worth_a_look()):
+            matchers, bits = self._masking()
+            followed = self._beside.submit(follow, self._codec.grammars, steps, matchers, bits)
+            self._obeying = Obeying(obeying, now, bits, followed)
+            return []
+        return self._heed(obeying, self._codec.grammars.advance(steps), now)
+
+    def _heed(
+        self, obeying: list[tuple[Live, Sequence, str]], outcomes: list[bool | RequestError], now: float
+    ) -> list[Event]:
+        """Answers have gone on: what came of it."""
+        events: list[Event] = []
         forces = self._forcing.is_worth_a_look()
         for (live, sequence, text), outcome in zip(obeying, outcomes, strict=True):
             if sequence.finished:  # with another answer of its request
@@ -301,18 +314,27 @@ class Engine:
         has no mask ends."""
         if not self._in_flight or not self._in_flight[0].masked:
             return []
+        step, obeying, self._obeying = self._in_flight[0], self._obeying, None
+        sequences = [step.sampled[row] for row in step.masked]
+        if obeying is None:
+            matchers, bits = self._masking()
+            errors = self._codec.grammars.fill(matchers, bits)
+        else:
+            bits, (outcomes, errors) = obeying.bits, obeying.followed.result()
+        step.pending.mask(bits)
+        step.masked = []
+        events = [] if obeying is None else self._heed(obeying.answers, outcomes, obeying.now)
+        for place, error in errors.items():
+            if not sequences[place].finished:  # with another one of its request
+                events.append(self._close(failed(sequences[place].request, as_failure(error))))
+        return events
+
+    def _masking(self) -> tuple[list[Matcher | None], U32]:
+        """Whose masks the oldest step waits for, and where they are to be made."""
         step = self._in_flight[0]
         sequences = [step.sampled[row] for row in step.masked]
         matchers = [None if sequence.finished else sequence.matcher for sequence in sequences]
-        bits = self._backend.mask_memory()[: len(matchers)]
-        errors = self._codec.grammars.fill(matchers, bits)
-        step.pending.mask(bits)
-        step.masked = []
-        return [
-            self._close(failed(sequences[place].request, as_failure(error)))
-            for place, error in errors.items()
-            if not sequences[place].finished  # by another one of its request
-        ]
+        return matchers, self._backend.mask_memory()[: len(matchers)]
 
     def _close(self, completion: Completion, *, spoilt: bool = False) -> Completion:
         self._finish(self._live.pop(completion.request_id), spoilt=spoilt)
@@ -323,14 +345,3 @@ class Engine:
         for sequence in reversed(live.sequences):
             if not sequence.finished:
                 self._batcher.finish(sequence, spoilt=spoilt)
-
-
-def _no_token(token_id: int, num_output: int) -> Failure:
-    """Why a backend could draw no token (StepOutput.token_ids)."""
-    if token_id == NAN_LOGITS:
-        return Failure("nan_logits", f"answer token {num_output + 1}: found NaN or infinity in the logits of the model")
-    return Failure(
-        "invalid_value",
-        f"min_tokens: answer token {num_output + 1} found every id held back as an EOS or stop id, wanted one allowed",
-        "min_tokens",
-    )

@@ -47,12 +47,12 @@ def _behind(codec: TextCodec, text: str, continuations: tuple[str, ...], context
         message = "context has no tokens, and the model no BOS that could stand in its place, wanted a text before the"
         raise RequestError("empty_prompt", f"{message} continuations", "context")
     parts = []
-    for number, continuation in enumerate(continuations, start=1):
-        whole, what = stripped + blank + continuation, f"context with continuation {number}"
+    for number, continuation in enumerate(continuations):
+        whole, what = stripped + blank + continuation, f"context with continuations[{number}]"
         _refuse_far_too_long(codec, whole, context, what, "continuations")
         tail = codec.encode_plain(whole, "continuations")[len(head) :]
         if not tail:
-            message = f"continuation {number} has no token of its own: it merges into the last one of the context"
+            message = f"continuations[{number}] has no token of its own: it merges into the last one of the context"
             raise RequestError("invalid_value", f"{message}, wanted a longer text", "continuations")
         _refuse_long(len(head) + len(tail), context, what, "continuations")
         parts.append(Part(head + tail, len(tail)))

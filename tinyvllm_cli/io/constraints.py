@@ -80,7 +80,9 @@ def _response_format(value: Any) -> Constraint | None:
         raise invalid(name, found, 'an object with type "text", "json_object" or "json_schema"')
     known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
     if extra := sorted(key for key in value.keys() - known if value[key] is not None):
-        raise invalid(name, f"of type {kind} with {shown(extra[0])}", "it without")
+        inside = '{"type": "json_schema", "json_schema": {"schema": ...}}'
+        wanted = inside if extra[0] == "schema" else "it without"
+        raise invalid(name, f"of type {kind} with {shown(extra[0])}", wanted)
     if kind == "text":
         return None
     return Constraint("json_schema", _format_schema(value) if kind == "json_schema" else _json(ANY_OBJECT), name)
@@ -90,7 +92,9 @@ def _format_schema(value: dict[str, Any]) -> str:
     name = "response_format.json_schema"
     inner = value.get("json_schema")
     if not isinstance(inner, dict) or inner.get("schema") is None:
-        raise _inside(name, "missing" if inner is None else shown(inner), "an object with name and schema")
+        raise _inside(
+            name, "missing" if inner is None else shown(inner), "an object with name and schema, the schema in schema"
+        )
     if extra := sorted(key for key in inner.keys() - FORMAT_KEYS if inner[key] is not None):
         raise _inside(name, f"an object with {shown(extra[0])}", "name, description, schema and strict alone")
     return _schema_source(f"{name}.schema", inner["schema"])

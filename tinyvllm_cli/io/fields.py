@@ -30,6 +30,7 @@ class Field:
     wanted: str
     # A field this version knows but cannot obey: the values that ask for nothing. None: it obeys every value.
     neutral: tuple[Any, ...] | None = None
+    instead: str = ""  # what this version has in the place of such a field
 
 
 def _field(kind: Any, wanted: str, neutral: tuple[Any, ...] | None = None) -> Field:
@@ -127,6 +128,14 @@ OTHER_NAMES = {
     "instruction": "a column of a row, for which -t '{{ instruction }}' makes the prompt",
     "system": "messages with a system turn, or the option --system",
     "model": "the option --model",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+    "structured_outputs": "json_schema, regex, grammar or choice",
+    "schema": "json_schema",
+    "pattern": "regex",
+    "enum": "choice",
 }
 
 
@@ -158,7 +167,7 @@ def read_field(name: str, raw: bytes, known: Mapping[str, Field] = FIELDS) -> An
             raise RequestError("unsupported", message, name) from None
         raise invalid(name, _short(raw.decode()), field.wanted) from None
     if field.neutral is not None and value not in field.neutral:
-        raise _unsupported(name, value, field.neutral)
+        raise _unsupported(name, value, field)
     return value
 
 
@@ -179,9 +188,9 @@ def _short(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 
-def _unsupported(name: str, value: Any, neutral: tuple[Any, ...]) -> RequestError:
-    if neutral:
-        message = f"{name} is {shown(value)}, which is not supported, wanted {shown(neutral[0])}"
+def _unsupported(name: str, value: Any, field: Field) -> RequestError:
+    if field.neutral:
+        message = f"{name} is {shown(value)}, which is not supported, wanted {shown(field.neutral[0])}"
     else:
-        message = f"{name} is not supported, wanted a line without it"
+        message = f"{name} is not supported, wanted {field.instead or 'a line without it'}"
     return RequestError("unsupported", message, name)

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from tinyvllm_cli.errors import RequestError
-from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, PROMPT_KINDS, Field, invalid, read_fields, shown
+from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, OTHER_NAMES, PROMPT_KINDS, Field, invalid, read_fields, shown
 from tinyvllm_cli.types import Api, Completion, Request
 
 Item = TypeVar("Item", bound=Request | Completion)
@@ -73,10 +73,6 @@ _UNSUPPORTED = {
     "bad_words": _only(Any, []),
     "chat_template": _only(Any),
     "documents": _only(Any, []),
-    "guided_choice": _only(Any),
-    "guided_grammar": _only(Any),
-    "guided_json": _only(Any),
-    "guided_regex": _only(Any),
     "include_reasoning": _only(bool, True),
     "length_penalty": _only(float, 1),
     "logits_processors": _only(Any, []),
@@ -88,11 +84,15 @@ _UNSUPPORTED = {
     "return_tokens_as_token_ids": _only(bool, False),
     "skip_special_tokens": _only(bool, True),
     "spaces_between_special_tokens": _only(bool, True),
-    "structured_outputs": _only(Any),
     "thinking_token_budget": _only(Any, -1),
     "truncate_prompt_tokens": _only(Any),
     "use_beam_search": _only(bool, False),
     "vllm_xargs": _only(Any, {}),
+    # Of vLLM too, and here by other names.
+    **{
+        name: dataclasses.replace(_only(Any), instead=OTHER_NAMES[name])
+        for name in ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs")
+    },
 }
 _SHARED = {
     **{name: field for name, field in FIELDS.items() if name in ANSWER_FIELDS or field.neutral is not None},

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from tinyvllm_cli.engine.failures import as_failure
 from tinyvllm_cli.errors import RequestError
-from tinyvllm_cli.io.fields import FIELDS, Field, read_fields
+from tinyvllm_cli.io.fields import FIELDS, PROMPT_KINDS, Field, read_fields
 from tinyvllm_cli.io.prompts import (
     Item,
     Line,
@@ -34,6 +34,9 @@ SCORE_FIELDS: dict[str, Field] = {
     "continuations": Field(_TEXTS.decode, "a list of texts, at least one, and none of them empty"),
     "metadata": FIELDS["metadata"],
 }
+WANTED = "text, or context and continuations"
+# What other tools, and lines that are to be answered, have in their place.
+OTHER_FIELDS = frozenset({*PROMPT_KINDS, "question", "query", "input", "choices", "options", "completion"})
 
 
 def read_score_lines(
@@ -69,6 +72,8 @@ def _json_line(line: Line, values: dict[str, Any]) -> None:
     """Fields of the Request, the metadata first: an error copies them too."""
     raw_fields = split_fields(line.text)
     values["metadata_json"] = take_metadata(raw_fields)
+    if other := next((name for name in raw_fields if name in OTHER_FIELDS), None):
+        raise RequestError("unknown_field", f"unknown field {other}, wanted {WANTED}", other)
     fields = read_fields(raw_fields, SCORE_FIELDS)
     _refuse_mixed(fields)
     values["prompt"] = fields.get("text", fields.get("context"))
@@ -80,7 +85,8 @@ def _refuse_mixed(fields: Mapping[str, Any]) -> None:
     kinds = [name for name in ("text", "context", "continuations") if name in fields]
     if kinds in (["text"], ["context", "continuations"]):
         return
-    verb = "is" if len(kinds) == 1 else "are"
-    found = f"{' and '.join(kinds)} {verb} given" if kinds else "there is nothing to score"
-    wanted = "wanted either text, or context and continuations"
-    raise RequestError("invalid_value", f"{found}, {wanted}", kinds[-1] if kinds else None)
+    if len(kinds) == 1:
+        missing = "context" if kinds == ["continuations"] else "continuations"
+        raise RequestError("invalid_value", f"{missing} is missing beside {kinds[0]}, wanted {WANTED}", missing)
+    found = f"{' and '.join(kinds)} are given" if kinds else "there is nothing to score"
+    raise RequestError("invalid_value", f"{found}, wanted either {WANTED}", kinds[-1] if kinds else None)

@@ -124,6 +124,8 @@ def read_text_option(option: str, value: str | None, *, takes_input: bool = Fals
             text = file.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
             return TextOption(text, name, os.fstat(file.fileno()))
     except OSError as error:
+        if option == "--json-schema" and name.lstrip().startswith("{"):
+            raise UsageError(f"{option} is {name[:60]}, wanted a file; inline: --set json_schema='{{...}}'") from None
         raise UsageError(f"{option}: cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{option}: {name} is not UTF-8 text") from None

@@ -13,6 +13,7 @@ import numpy as np
 
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.text.choices import choice_grammar
+from tinyvllm_cli.text.deep_stack import deeply
 from tinyvllm_cli.text.lark_check import prepare_grammar
 from tinyvllm_cli.text.patterns import choice_pattern, refuse_pattern
 from tinyvllm_cli.text.schema_check import SchemaError, prepare_schema
@@ -54,7 +55,7 @@ class Grammars:
         """For a fresh answer. RequestError invalid_schema where the constraint is wrong, or not supported."""
         compiled = self._compiled.pop(constraint, None)
         if compiled is None:
-            compiled = self._compile(constraint)
+            compiled = deeply(partial(self._compile, constraint))
         self._compiled[constraint] = compiled
         if len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
@@ -151,7 +152,7 @@ class _Compiled:
 
         base = self._bases[lane]
         if base is None or fresh:
-            base = self._bases[lane] = LLMatcher(self._tokens, self._grammar, log_level=0)
+            base = self._bases[lane] = deeply(partial(LLMatcher, self._tokens, self._grammar, log_level=0))
         return base.deep_copy()
 
     def check(self) -> None:

@@ -7,17 +7,20 @@ import re
 
 from tinyvllm_cli.text.schema_check import SchemaError, prepare_schema
 
+MOST_RULES = 10_000  # llguidance goes through them by recursion (text/deep_stack.py)
+_RULE = re.compile(r"^\s*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?\s*:", re.MULTILINE)
 _JSON = json.JSONDecoder()
 # What a grammar consists of, as far as it matters here. First what nothing counts in: texts, patterns, comments.
 _PARTS = re.compile(
     r'"(?:\\.|[^"\\\n])*+"|/(?![/*])(?:\\.|[^/\\\n])++/|(?://|\#)[^\n]*'
     r"|(?P<json>%json)\b|(?P<options>%llguidance)\b|(?P<token><[^>\n]*>)|(?P<other>@[\w-]+)"
-    r"|(?P<attribute>\b(?:temperature|max_tokens|stop))\s*="
+    r"|(?P<gbnf>::=)|(?P<attribute>\b(?:temperature|max_tokens|stop))\s*="
 )
 _REASONS = {
     "options": "which is not supported",
     "token": "which is a token: an answer is text, and ends by itself",
     "other": "which is another grammar, and there is one",
+    "gbnf": 'which is GBNF, wanted a Lark grammar, like start: "yes" | "no"',
     "attribute": "which is not supported: a line has temperature, max_tokens and stop for the whole answer",
 }
 
@@ -29,6 +32,8 @@ def prepare_grammar(source: str) -> str:
     """
     if source.lstrip().startswith("{"):
         raise SchemaError("is a JSON object, wanted a Lark grammar")
+    if (count := len(_RULE.findall(source))) > MOST_RULES:
+        raise SchemaError(f"has {count} rules and terminals, wanted at most {MOST_RULES}")
     pieces, at = [], 0
     while found := _PARTS.search(source, at):
         pieces.append(source[at : found.end()])

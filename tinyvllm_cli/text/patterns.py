@@ -7,6 +7,9 @@ import re
 _CLASS = re.compile(r"\\.|\[((?:\\.|[^\]\\])*)\]", re.DOTALL)  # an escaped character, or a character class
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _SETS = re.compile(r"\[|&&|--|~~")
+_NO_LOOKING = re.compile(r"(\\[bB<>1-9]|\(\?<?[=!])|\\.", re.DOTALL)  # what is not supported, or another escape
+# Only where it is sure: beside groups and repetitions these may be at an end after all.
+_INSIDE = re.compile(r"[a-zA-Z0-9.]\^(?![*?{])|\$[a-zA-Z0-9.](?![*?{])")
 
 _YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # 1 to 9999, as programs have them
 _BY_4 = r"(?:0[48]|[2468][048]|[13579][26])"  # two digits that 4 divides, but 00
@@ -19,13 +22,22 @@ EXACT_FORMATS = {"date": f"^{_DAY}$", "date-time": f"^{_DAY}[tT]"}
 
 
 def refuse_pattern(pattern: str) -> str | None:
-    """What is wrong with a pattern that Rust's regex (which llguidance has), Python and ECMAScript read differently:
-    sets inside a character class. None: nothing.
+    """What is wrong with a pattern, as the rest of a sentence; None: nothing, as far as it can be seen here.
+
+    Sets inside a character class, which Rust's regex (that of llguidance), Python and ECMAScript read differently; and
+    what llguidance refuses in words of its own.
     """
     for found in _CLASS.finditer(pattern):
         inside = found[1]
         if inside is not None and (inside in ("", "^") or _SETS.search(_ESCAPE.sub("", inside))):
             return f"in which the class {found[0]} is not supported: write [ ] & - ~ in it as \\[ \\] \\& \\- \\~"
+    plain = _CLASS.sub(lambda found: found[0] if found[1] is None else " ", pattern)
+    for found in _NO_LOOKING.finditer(plain):
+        if found[1]:
+            return f"in which {found[1]} is not supported: no look-ahead or look-behind, word border or back-reference"
+    if inner := _INSIDE.search(_ESCAPE.sub(" ", plain)):
+        sign = "^" if "^" in inner[0] else "$"
+        return f"in which {sign} stands inside, wanted it at an end only, or \\{sign} for the character"
     return None
 
 

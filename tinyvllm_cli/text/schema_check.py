@@ -23,6 +23,15 @@ JSON_STYLE = {
 }
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+TYPES_OF_PYTHON = {"bool": "boolean", "int": "integer", "float": "number", "list": "array", "dict": "object"}
+# Bounds of one thing, and the types of the values that have it.
+BOUNDS = (
+    ("minimum", "maximum", {"integer", "number"}),
+    ("minLength", "maxLength", {"string"}),
+    ("minItems", "maxItems", {"array"}),
+    ("minProperties", "maxProperties", {"object"}),
+)
+WRAPPER = frozenset({"name", "description", "strict", "schema"})  # what OpenAI has around a schema
 EXACT = 2**53  # bounds are compared as float64
 
 # They describe, or order definitions, and allow or forbid nothing.
@@ -36,6 +45,7 @@ PLAIN = frozenset({
     "multipleOf",
 })  # fmt: skip
 WITH_SCHEMA = frozenset({"additionalProperties", "items"})
+MOST_REFERENCES = 5_000  # places; llguidance goes through them by recursion (text/deep_stack.py)
 WITH_LIST = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 WITH_NAMES = frozenset({"$defs", "definitions", "patternProperties", "properties"})
 KNOWN = ANNOTATIONS | PLAIN | WITH_SCHEMA | WITH_LIST | WITH_NAMES
@@ -67,6 +77,8 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
         raise SchemaError("is false, which no value fulfils")
     root = {} if schema is True else schema
     if isinstance(root, dict):
+        if root.get("type") == "json_schema" or {"schema"} <= root.keys() <= WRAPPER:
+            raise SchemaError('has the wrapper of OpenAI\'s response_format, wanted what stands in its "schema" alone')
         root = {key: value for key, value in root.items() if key != "$id"}  # a name for a whole, which nothing needs
     walk = _Walk(root)
     read = walk.schema(root, "#")
@@ -102,6 +114,8 @@ class _Walk:
         self._places.add(at)
         if "$ref" in value:
             self._references.setdefault(value["$ref"], at)
+            if len(self._references) > MOST_REFERENCES:
+                raise SchemaError(f"has $ref to more than {MOST_REFERENCES} places, wanted fewer")
         read = {key: self._read(key, value[key], f"{at}/{key}") for key in value if key in KNOWN - ANNOTATIONS}
         if "oneOf" in read and self._exclusive(value["oneOf"]):
             read = {"anyOf" if key == "oneOf" and "anyOf" not in read else key: read[key] for key in read}
@@ -210,10 +224,27 @@ def _check_reference(schema: Mapping[str, Any], at: str) -> None:
 
 
 def _check_types(schema: Mapping[str, Any], at: str) -> None:
-    given = schema.get("type", [])
-    for name in given if isinstance(given, list) else [given]:
+    given = schema.get("type", TYPES[0])
+    for name in (given if isinstance(given, list) else [given]) or [given]:
         if name not in TYPES:
-            raise SchemaError(f"has type {_shown(name)} at {at}, wanted {', '.join(TYPES)}")
+            word = str(name).lower()
+            near = TYPES_OF_PYTHON.get(word) or next(iter(difflib.get_close_matches(word, TYPES, 1)), None)
+            wanted = f"did you mean {near}?" if near else f"wanted {', '.join(TYPES)}"
+            raise SchemaError(f"has type {_shown(name)} at {at}, {wanted}")
+
+
+def _check_values(schema: Mapping[str, Any], at: str) -> None:
+    values = schema.get("enum", [None])
+    if not isinstance(values, list) or not values:
+        raise SchemaError(f"has enum {_shown(values)} at {at}, wanted a list of values, not empty")
+
+
+def _check_counts(schema: Mapping[str, Any], at: str) -> None:
+    for low, high, _ in BOUNDS[1:]:
+        for key in (low, high):
+            value = schema.get(key, 0)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise SchemaError(f"has {key} {_shown(value)} at {at}, wanted an integer >= 0")
 
 
 def _check_numbers(schema: Mapping[str, Any], at: str) -> None:
@@ -226,6 +257,12 @@ def _check_numbers(schema: Mapping[str, Any], at: str) -> None:
     if schema.get("multipleOf", 1) <= 0:
         raise SchemaError(f"has multipleOf {_shown(schema['multipleOf'])} at {at}, wanted a number above 0")
     _check_open_end(schema, at)
+
+
+def _check_bounds(schema: Mapping[str, Any], at: str) -> None:
+    for low, high, types in BOUNDS:
+        if low in schema and high in schema and schema[low] > schema[high] and _types(schema) <= types:
+            raise SchemaError(f"has {low} {schema[low]} above {high} {schema[high]} at {at}, which no value fulfils")
 
 
 def _check_open_end(schema: Mapping[str, Any], at: str) -> None:
@@ -244,8 +281,15 @@ def _check_properties(schema: Mapping[str, Any], at: str) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise SchemaError(f"has required {_shown(required)} at {at}, wanted a list of names")
+    closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    properties = schema.get("properties", {})
+    if closed and _types(schema) == {"object"} and isinstance(properties, dict):
+        for name in required:
+            if name not in properties:
+                wanted = "wanted it among the properties too: additionalProperties false allows no other"
+                raise SchemaError(f"has required {_shown(name)} at {at}, {wanted}")
     least = schema.get("minProperties", 0)
-    if isinstance(least, int) and least > len(set(required)) + 1:
+    if least > len(set(required)) + 1:
         raise SchemaError(f"has minProperties {least} at {at}, which is supported up to 1 above those required")
 
 
@@ -262,7 +306,10 @@ def _check_text(schema: Mapping[str, Any], at: str) -> None:
 CHECKS: tuple[Callable[[Mapping[str, Any], str], None], ...] = (
     _check_reference,
     _check_types,
+    _check_values,
+    _check_counts,
     _check_numbers,
+    _check_bounds,
     _check_properties,
     _check_text,
 )
