@@ -172,6 +172,15 @@ def test_forced_tokens_are_computed_together_and_not_drawn(model: Model):
         assert model.stats.steps <= ahead
 
 
+def test_a_form_holds_for_all_of_the_text(model: Model):
+    """Nothing that looks like a thought leaves it."""
+    text = "<think>no</think>yes"
+    for deltas_and_more in ({}, {"stop": ("none of it",)}):
+        params = SamplingParams(constraint=Constraint("choice", json.dumps([text]), "choice"), **deltas_and_more)
+        choice = model.answers([Request(request_id=0, custom_id=0, prompt="Tell", params=params)], slots=1)[0]
+        assert (choice.text, choice.reasoning, choice.finish_reason) == (text, None, "stop")
+
+
 def test_every_token_under_a_constraint_has_its_logprob(model: Model):
     constrained = [request for request in REQUESTS if request.params.constraint]
     told = [replace(request, params=replace(request.params, logprobs=2)) for request in constrained]

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from constraint_tools import (
+    CONTROL,
     EOS,
     VOCAB_SIZES,
     accepts,
@@ -19,13 +20,16 @@ from constraint_tools import (
     schemas,
     tokenizer,
 )
+from text_vocab import byte_level
 
 import tinyvllm_cli.text.grammars as module
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.io.constraints import read_constraint
+from tinyvllm_cli.text.gguf_tokenizer import build_tokenizer
 from tinyvllm_cli.text.grammars import Grammars
 from tinyvllm_cli.text.tokenizer import without_added_tokens
 
+USER_DEFINED = 4  # a type of GGUF tokens: added, and no control word
 SCHEMAS = schemas()
 REGEXES = [
     r"[a-z]{2,5}",
@@ -294,7 +298,7 @@ def test_compiled_constraints_are_kept_and_the_oldest_given_up(monkeypatch):
         ({"regex": "[[:alpha:]]"}, "[[:alpha:]"),
         ({"grammar": "start: thing"}, "unknown name"),
         ({"grammar": 'begin: "a"'}, "no start rule"),
-        ({"grammar": 'start: "a'}, "lexer error"),
+        ({"grammar": 'start: "a'}, "has no end"),
         ({"grammar": 'root ::= "a"'}, "wanted a Lark grammar"),
         ({"grammar": "start: start"}, "allows no answer"),
         ({"grammar": 'start: <|end|> "a"'}, "<|end|> in line 1"),
@@ -332,3 +336,40 @@ def test_what_refers_to_what_refers_is_compiled_or_refused(count):
         error = refused("bytes", **fields)
         assert (error is None) == (count < 5000), error and error.message
         assert error is None or (error.type, "wanted" in error.message) == ("invalid_schema", True)
+
+
+def test_names_of_added_tokens_are_text_in_an_answer():
+    """Also of those that are no control words: llguidance would spell the name with the token, and not take it."""
+    words = byte_level(words=["<|end|>", "<think>"], types=[CONTROL, USER_DEFINED], eos_token_id=257, bos_token_id=257)
+    own = Grammars(build_tokenizer(words, "thinking"), (257,), 260)
+    for fields in (
+        {"regex": "<think>x</think>y"},
+        {"json_schema": {"const": "<think>x"}},
+        {"grammar": 'start: "<think>" /[a-z]{2}/'},
+        {"choice": ["<think>", "<|end|>"]},
+    ):
+        matcher = own.matcher(read_constraint(fields))
+        for _ in range(40):
+            if matcher.finished:
+                break
+            row = np.zeros(own.words, np.uint32)
+            matcher.fill(row)
+            ids = allowed(row).tolist()
+            assert ids and max(ids) < 257, "bytes, and hi"
+            forced = matcher.forced()
+            assert set(forced[:1]) <= set(ids) and all(id < 257 for id in forced)
+            matcher.advance(ids[0])
+        assert matcher.finished
+
+
+def test_what_the_models_tokens_cannot_spell_is_refused():
+    """A tokenizer whose last ids the model has no row for, and a model without EOS."""
+    few = Grammars(tokenizer("bytes"), (), 65)  # of the bytes up to 64
+    for fields in ({"choice": [""]}, {"regex": "é"}, {"regex": "z"}):
+        with pytest.raises(RequestError, match="cannot begin: the model has no token for it") as raised:
+            few.matcher(read_constraint(fields))
+        assert raised.value.type == "invalid_schema"
+    matcher = few.matcher(read_constraint({"regex": "!é"}))
+    matcher.advance(tokenizer("bytes").encode("!", add_bos=False)[0])
+    with pytest.raises(RequestError, match="cannot be followed after 1 tokens \\(the model has no token"):
+        matcher.fill(np.zeros(few.words, np.uint32))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lines import read_one, refusal
 
-from tinyvllm_cli.io.strict import MAX_DEPTH, too_deep
+from tinyvllm_cli.text.depth import MAX_DEPTH, too_deep
 from tinyvllm_cli.types import Request
 
 

@@ -52,3 +52,13 @@ def test_what_only_looks_like_it_is_taken(pattern: str):
 @pytest.mark.parametrize("text", ["a", r"\b", "(?=", "a$b", "[[:alpha:]]", "é\n"])
 def test_a_choice_is_its_text(text: str):
     assert refuse_pattern(choice_pattern([text])) is None and accepts("bytes", text, choice=[text])
+
+
+@pytest.mark.parametrize("pattern", ["a{10001}", "(ab){2,20000}", "x[{]{99999999}", "a{10001,}"])
+def test_what_repeats_too_often_is_refused(pattern: str):
+    assert "at most 10000 times" in (refuse_pattern(pattern) or "")
+
+
+@pytest.mark.parametrize("pattern", ["a{10000}", r"\x{20000}", r"\u{1F600}", "[{99999}]", r"\{99999\}"])
+def test_other_braces_are_no_repetitions(pattern: str):
+    assert refuse_pattern(pattern) is None

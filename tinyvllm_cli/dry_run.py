@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tinyvllm_cli.backends.pool import wanted_length
+from tinyvllm_cli.engine.failures import as_failure
 from tinyvllm_cli.engine.intake import take_prompt
 from tinyvllm_cli.engine.score_parts import take_parts
 from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, RequestError
@@ -99,8 +100,9 @@ def _taken(items: Iterable[Item], take: Callable[[Request], T]) -> Iterator[T | 
     for item in items:
         try:
             yield take(_request(item))
-        except RequestError as error:
-            warn(f"{place(item)}: {error.type}: {error.message}")
+        except Exception as error:  # a fault in one line leaves the others, as in a run
+            failure = as_failure(error)
+            warn(f"{place(item)}: {failure.type}: {failure.message}")
             yield None
 
 

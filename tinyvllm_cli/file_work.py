@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tinyvllm_cli.load import LoadedModel, Prepared
 
 
-SWITCH_S = 1e-4  # of the interpreter between threads: work beside a step is handed over within a part of it
+SWITCH_S = 1e-4  # of the interpreter between threads
 TABLES = {".csv", ".tsv", ".txt", ".parquet"}  # what an output is not
 
 
@@ -135,8 +135,22 @@ def _run(run: _Checked, hold: Hold) -> int:
             return _nothing_to_answer(run, ready)
         from tinyvllm_cli.load import load
 
-        with closing(load(prepared, deltas=False)) as loaded:
+        with closing(load(prepared, deltas=False)) as loaded, _steady():
             return _answer(run, ready, loaded, hold)
+
+
+@contextmanager
+def _steady() -> Iterator[None]:
+    """Steps that are not held up: what was loaded is not looked through by the collector again and again, and work
+    beside a step is handed over within a part of it."""
+    before = sys.getswitchinterval()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+        gc.unfreeze()
 
 
 def _no_requests(run: _Checked) -> int:
@@ -244,8 +258,6 @@ def _answer(run: _Checked, ready: _Ready, loaded: LoadedModel, hold: Hold) -> in
         hold=hold,
     )
     _begin(writer, ready)
-    gc.freeze()  # what was loaded stays: to look through it again and again holds up steps
-    sys.setswitchinterval(SWITCH_S)
     try:
         _run_recorded(job, loaded, record, run)
     except DeviceError as error:

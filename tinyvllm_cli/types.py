@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from tinyvllm_cli.config import DtypeName
 from tinyvllm_cli.errors import FailureType
-
-if TYPE_CHECKING:
-    from tinyvllm_cli.text.grammars import Matcher
 
 I32: TypeAlias = npt.NDArray[np.int32]
 F32: TypeAlias = npt.NDArray[np.float32]
@@ -307,7 +304,7 @@ class Sequence:
     num_sampled: int = 0  # tokens drawn once every enqueued step has run; those not yet read back are in flight
     num_cached: int = 0  # prompt tokens whose KV was found instead of computed
     num_preempted: int = 0  # how often it gave its slot and blocks back, to be computed again
-    matcher: Matcher | None = None  # where it stands in its constraint; None: it draws from all ids
+    matcher: Any = None  # where it stands in its constraint (Matcher of text/grammars.py); None: it draws from all ids
     admission: int = 0  # number of its last one, among all of them
     finished: bool = False
 

@@ -39,6 +39,7 @@ def no_token(token_id: int, num_output: int) -> Failure:
         return Failure("nan_logits", f"answer token {num_output + 1}: found NaN or infinity in the logits of the model")
     return Failure(
         "invalid_value",
-        f"min_tokens: answer token {num_output + 1} found every id held back as an EOS or stop id, wanted one allowed",
+        f"min_tokens: answer token {num_output + 1} found every id that may follow held back as an EOS or stop id, "
+        "wanted one allowed",
         "min_tokens",
     )

@@ -167,10 +167,9 @@ class ScoringEngine:
         """The greedy tokens and the logprobs of the next targets of a sequence; its request, where that ends it."""
         live = self._live[sequence.request.request_id]
         first = len(sequence.logprobs)
-        for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), start=first):
+        for token_id, logprob in zip(token_ids, logprobs, strict=True):
             if token_id < 0 or not math.isfinite(logprob):
-                number = sequence.first_row + place + 2  # from 1, and the row is that of the token before
-                message = f"token {number}: found NaN or infinity in the logits of the model"
+                message = "found NaN or infinity in the logits of the model"  # where first, depends on the steps
                 return self._fail(live, Failure("nan_logits", message), spoilt=True)
         sequence.logprobs += logprobs
         sequence.greedy &= token_ids == sequence.targets[first : len(sequence.logprobs)].tolist()

@@ -65,9 +65,11 @@ def _grammar(value: Any) -> Constraint:
 def _choice(value: Any) -> Constraint:
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         raise invalid("choice", shown(value), "a list of texts, not empty")
-    if len(set(value)) < len(value):
-        twice = next(text for i, text in enumerate(value) if text in value[:i])
-        raise invalid("choice", f"a list with {shown(twice)} twice", "texts that differ")
+    seen: set[str] = set()
+    for text in value:
+        if text in seen:
+            raise invalid("choice", f"a list with {shown(text)} twice", "texts that differ")
+        seen.add(text)
     return Constraint("choice", _json(value), "choice")
 
 

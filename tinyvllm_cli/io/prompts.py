@@ -26,7 +26,8 @@ from tinyvllm_cli.io.fields import (
 )
 from tinyvllm_cli.io.messages import read_messages
 from tinyvllm_cli.io.openai_lines import api_of, read_batch_line
-from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys, too_deep
+from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys
+from tinyvllm_cli.text.depth import too_deep
 from tinyvllm_cli.types import Api, Completion, Failure, Request, SamplingParams
 
 if TYPE_CHECKING:

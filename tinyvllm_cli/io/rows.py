@@ -18,7 +18,8 @@ from tinyvllm_cli.io.messages import read_messages
 from tinyvllm_cli.io.prompts import Line, read_lines
 from tinyvllm_cli.io.settings import TextOption
 from tinyvllm_cli.io.source import Source
-from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys, too_deep
+from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys
+from tinyvllm_cli.text.depth import too_deep
 from tinyvllm_cli.text.row_template import RowTemplate, Truncate, no_column
 from tinyvllm_cli.types import Message
 

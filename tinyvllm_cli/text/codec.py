@@ -122,10 +122,9 @@ class TextCodec:
         """A fresh answer to a prompt that encode() gave."""
         tail = self.tokenizer.decode(prompt_ids[-_THOUGHT_TAIL:], skip_special=False)
         in_thought = tail.rstrip().endswith(OPEN)
-        if request.params.constraint is not None:  # it is about the text, all of it
-            return Answer(self.tokenizer, request.params)
         if request.continue_final_message and request.messages:
             in_thought = ends_inside_thought(request.messages[-1].content)
+        in_thought &= request.params.constraint is None
         return Answer(self.tokenizer, request.params, in_thought=in_thought)
 
     def _encode_prompt(self, request: Request) -> list[int]:
@@ -179,7 +178,7 @@ class Answer:
         self._num_pushed = 0
         self._num_shown = 0  # characters of text
         self._detokenizer = Detokenizer(tokenizer.token_bytes)
-        self._thoughts = ThoughtSplitter(inside=in_thought)
+        self._thoughts = ThoughtSplitter(inside=in_thought, looks=params.constraint is None)  # it holds for all of it
         self._stops = StopFinder(params.stop, include=params.include_stop_str_in_output)
 
     @property

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as CoreTokenizer
 
 PARALLEL_FROM = 32  # answers: for fewer, threads take longer to wake up than they save
-KEPT = 256  # compiled constraints; one takes some 100 KB, more the more of its states answers have been in
+KEPT = 64  # compiled constraints; one takes some 100 KB, more the more of its states answers have been in
 REASON_CHARS = 200
 
 
@@ -33,7 +33,8 @@ class Grammars:
     """The constraints of one model's answers.
 
     eos_token_ids: each is allowed where an answer may end, and nowhere else. vocab_size: the model's, the bits of a
-    mask. Ids past the tokenizer's and control words are in no mask. threads: of fill(). Not thread-safe.
+    mask. Ids past the tokenizer's and control words are in no mask. threads: of fill() and advance(), which a thread
+    may call while another calls matcher().
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Collection[int], vocab_size: int, threads: int = 1) -> None:
@@ -89,6 +90,9 @@ class Grammars:
                     target[i] = 0
         if not self._fits:
             rows[:] = target[:, : self.words] & self._allowed
+            for _, i, matcher in given:
+                if i not in errors and not rows[i].any():
+                    errors[i] = matcher.stuck("the model has no token for what may follow")
         elif loose := [i for _, i, matcher in given if matcher.is_loose]:
             rows[loose] &= self._allowed
         return errors
@@ -129,6 +133,8 @@ class Grammars:
             compiled.check()
         except SchemaError as error:
             return str(error)
+        if not self._fits and self.fill([Matcher(self, constraint, compiled)], np.zeros((1, self.words), np.uint32)):
+            return "cannot begin: the model has no token for it"
         return compiled
 
 
@@ -212,10 +218,13 @@ class Matcher:
     def refuse_broken(self) -> None:
         """RequestError invalid_schema where the answer cannot go on."""
         if self.is_broken():
-            name = self.constraint.field
-            reason = _reason(self.core.get_error()) or "nothing is allowed there"
-            message = f"{name} cannot be followed after {len(self.token_ids)} tokens ({reason})"
-            raise RequestError("invalid_schema", message, name)
+            raise self.stuck(_reason(self.core.get_error()) or "nothing is allowed there")
+
+    def stuck(self, reason: str) -> RequestError:
+        """The error of an answer that cannot go on."""
+        name = self.constraint.field
+        message = f"{name} cannot be followed after {len(self.token_ids)} tokens ({reason})"
+        return RequestError("invalid_schema", message, name)
 
 
 def _library_grammar(tokenizer: Tokenizer, vocab_size: int, constraint: Constraint) -> str:
@@ -233,7 +242,7 @@ def _library_grammar(tokenizer: Tokenizer, vocab_size: int, constraint: Constrai
             return LLMatcher.grammar_from_regex(choice_pattern(texts))
         return LLMatcher.grammar_from_lark(grammar)
     if reason := refuse_pattern(source):
-        raise SchemaError(f"is {source!r}, {reason}")
+        raise SchemaError(f"is {shortened(repr(source))}, {reason}")
     # \d and \w as in the patterns of JSON schemas, which are ECMAScript's: ASCII
     return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(source, 'dw')}/")
 
@@ -242,7 +251,11 @@ def _reason(error: str) -> str:
     """The one line of llguidance's message that says what is wrong."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "".join(lines[:1]))
-    return told if len(told) <= REASON_CHARS else told[: REASON_CHARS - 3] + "..."
+    return shortened(told)
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= REASON_CHARS else text[: REASON_CHARS - 3] + "..."
 
 
 def _refusal(reason: str) -> str:
@@ -274,10 +287,11 @@ def _library_tokenizer(tokenizer: Tokenizer, eos: list[int], vocab_size: int) ->
 
 
 def _without_names(core: CoreTokenizer) -> str:
-    """The tokenizer as JSON, with names for its control words that no text has: spelt in an answer they are text."""
+    """The tokenizer as JSON, with names for its added tokens that no text has: spelt in an answer they are text, of
+    other ids, for llguidance takes each of them for a control word."""
     state = json.loads(core.to_str())
     nonce = secrets.token_hex(16)
-    names = {token["content"]: f"<|{nonce}.{token['id']}|>" for token in state["added_tokens"] if token["special"]}
+    names = {token["content"]: f"<|{nonce}.{token['id']}|>" for token in state["added_tokens"]}
     for token in state["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = state["model"]

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 
+from tinyvllm_cli.text.depth import MAX_DEPTH, too_deep
 from tinyvllm_cli.text.schema_check import SchemaError, prepare_schema
 
 MOST_RULES = 10_000  # llguidance goes through them by recursion (text/deep_stack.py)
-_RULE = re.compile(r"^\s*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?\s*:", re.MULTILINE)
+_RULE = re.compile(r"^[^\S\n]*+[?!]?[A-Za-z_]\w*+(?:\.-?\d+)?\s*+:", re.MULTILINE)
 _JSON = json.JSONDecoder()
-# What a grammar consists of, as far as it matters here. First what nothing counts in: texts, patterns, comments.
+_NO_BLANK = re.compile(r"\S|\Z")
+# What a grammar consists of, as far as it matters here. First what nothing counts in: texts, patterns, comments. Where
+# one begins it is found in any case, with or without its end, so that nothing is gone through twice.
 _PARTS = re.compile(
-    r'"(?:\\.|[^"\\\n])*+"|/(?![/*])(?:\\.|[^/\\\n])++/|(?://|\#)[^\n]*'
-    r"|(?P<json>%json)\b|(?P<options>%llguidance)\b|(?P<token><[^>\n]*>)|(?P<other>@[\w-]+)"
-    r"|(?P<gbnf>::=)|(?P<attribute>\b(?:temperature|max_tokens|stop))\s*="
+    r'"(?:\\.|[^"\\\n])*+"|/(?!/)(?:\\[\s\S]|[^/\\])++/|(?://|\#)[^\n]*|(?P<open>["/])'
+    r"|(?P<json>%json)\b|(?P<options>%llguidance)\b|(?P<token><[^<>\n]*+>)|(?P<other>@[\w-]+)"
+    r"|(?P<gbnf>::=)|(?P<attribute>\b(?:temperature|max_tokens|stop))\s*+="
 )
 _REASONS = {
+    "open": "with which a text or pattern begins that has no end",
     "options": "which is not supported",
     "token": "which is a token: an answer is text, and ends by itself",
     "other": "which is another grammar, and there is one",
@@ -50,14 +54,18 @@ def prepare_grammar(source: str) -> str:
 
 def _schema(source: str, at: int) -> tuple[object, int]:
     """The schema that begins behind %json, prepared, and where it ends."""
-    at += len(source[at:]) - len(source[at:].lstrip())
+    start = _NO_BLANK.search(source, at)
+    at = start.start() if start else at
     try:
         schema, end = _JSON.raw_decode(source, at)
-    except ValueError:
-        raise SchemaError(
-            f"has %json in line {source.count(chr(10), 0, at) + 1}, wanted a JSON schema behind it"
-        ) from None
-    try:
+        if too_deep(source[at:end].encode("utf-8", "surrogatepass")):
+            raise RecursionError
         return prepare_schema(schema), end
+    except RecursionError:
+        found, wanted = "a schema behind %json that is nested too deeply", f"at most {MAX_DEPTH} levels"
+    except ValueError:
+        found, wanted = "%json", "a JSON schema behind it"
     except SchemaError as error:
         raise SchemaError(f"has a schema behind %json that {error}") from None
+    line = source.count("\n", 0, at) + 1
+    raise SchemaError(f"has {found} in line {line}, wanted {wanted}")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
-_CLASS = re.compile(r"\\.|\[((?:\\.|[^\]\\])*)\]", re.DOTALL)  # an escaped character, or a character class
+# An escaped character, or a character class. One without an end is found too: else each [ would be gone through to it.
+_CLASS = re.compile(r"\\.|\[((?:\\.|[^\]\\])*+)(\]?)", re.DOTALL)
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _SETS = re.compile(r"\[|&&|--|~~")
+_COUNT = re.compile(r"\\.(?:\{[^}]*+\}?)?|\{([0-9]{1,18})(?:,([0-9]{0,18}))?\}", re.DOTALL)  # or another escape
+MOST_TIMES = 10_000  # a million of one letter take llguidance 200 MB
 _NO_LOOKING = re.compile(r"(\\[bB<>1-9]|\(\?<?[=!])|\\.", re.DOTALL)  # what is not supported, or another escape
 # Only where it is sure: beside groups and repetitions these may be at an end after all.
 _INSIDE = re.compile(r"[a-zA-Z0-9.]\^(?![*?{])|\$[a-zA-Z0-9.](?![*?{])")
@@ -29,9 +32,16 @@ def refuse_pattern(pattern: str) -> str | None:
     """
     for found in _CLASS.finditer(pattern):
         inside = found[1]
+        if inside is not None and not found[2]:
+            return f"in which {_shown(found[0])} is an unclosed character class, wanted \\[ for the character"
         if inside is not None and (inside in ("", "^") or _SETS.search(_ESCAPE.sub("", inside))):
-            return f"in which the class {found[0]} is not supported: write [ ] & - ~ in it as \\[ \\] \\& \\- \\~"
+            return (
+                f"in which the class {_shown(found[0])} is not supported: write [ ] & - ~ in it as \\[ \\] \\& \\- \\~"
+            )
     plain = _CLASS.sub(lambda found: found[0] if found[1] is None else " ", pattern)
+    for found in _COUNT.finditer(plain):
+        if found[1] and max(int(found[1]), int(found[2] or 0)) > MOST_TIMES:
+            return f"in which {found[0]} repeats something, wanted at most {MOST_TIMES} times"
     for found in _NO_LOOKING.finditer(plain):
         if found[1]:
             return f"in which {found[1]} is not supported: no look-ahead or look-behind, word border or back-reference"
@@ -39,6 +49,10 @@ def refuse_pattern(pattern: str) -> str | None:
         sign = "^" if "^" in inner[0] else "$"
         return f"in which {sign} stands inside, wanted it at an end only, or \\{sign} for the character"
     return None
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def choice_pattern(texts: list[str]) -> str:

@@ -14,12 +14,12 @@ class ThoughtSplitter:
     """Takes the text of an answer and gives what is visible of it.
 
     A thought is a <think> that only white space stands before, and all up to </think>; newlines that follow belong to
-    neither. `inside`: the prompt has opened the thought already.
+    neither. `inside`: the prompt has opened the thought already. looks: whether there may be one; else all is visible.
     """
 
-    def __init__(self, *, inside: bool = False) -> None:
+    def __init__(self, *, inside: bool = False, looks: bool = True) -> None:
         self.inside = inside  # in the thought
-        self.undecided = not inside  # all so far is white space and the beginning of <think>
+        self.undecided = looks and not inside  # all so far is white space and the beginning of <think>
         self._thought: str | None = "" if inside else None
         self._held = ""  # undecided: what may become <think>
         self._after_thought = False  # newlines are dropped

@@ -13,6 +13,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from tinyvllm_cli.text.patterns import EXACT_FORMATS, refuse_pattern
+from tinyvllm_cli.text.schema_options import ANNOTATIONS, TYPES, Options, types_of
+from tinyvllm_cli.text.schema_values import MOST_IN_ALL, MOST_REMAINDERS, common_multiple, refuse_value
 
 # How JSON is written. An escape \\uXXXX could spell the name of a property in a way that its schema is not looked at.
 JSON_STYLE = {
@@ -22,7 +24,6 @@ JSON_STYLE = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 TYPES_OF_PYTHON = {"bool": "boolean", "int": "integer", "float": "number", "list": "array", "dict": "object"}
 # Bounds of one thing, and the types of the values that have it.
 BOUNDS = (
@@ -34,11 +35,6 @@ BOUNDS = (
 WRAPPER = frozenset({"name", "description", "strict", "schema"})  # what OpenAI has around a schema
 EXACT = 2**53  # bounds are compared as float64
 
-# They describe, or order definitions, and allow or forbid nothing.
-ANNOTATIONS = frozenset({
-    "$comment", "$schema", "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated",
-    "description", "discriminator", "example", "examples", "externalDocs", "readOnly", "title", "writeOnly",
-})  # fmt: skip
 PLAIN = frozenset({
     "$anchor", "$ref", "const", "enum", "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "pattern",
     "required", "type", "exclusiveMaximum", "exclusiveMinimum", "format", "maximum", "minProperties", "minimum",
@@ -47,6 +43,8 @@ PLAIN = frozenset({
 WITH_SCHEMA = frozenset({"additionalProperties", "items"})
 MOST_REFERENCES = 5_000  # places; llguidance goes through them by recursion (text/deep_stack.py)
 WITH_LIST = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties"})
+COMBINED = ", ".join(sorted(COMBINING)[:-1]) + " or " + max(COMBINING)
 WITH_NAMES = frozenset({"$defs", "definitions", "patternProperties", "properties"})
 KNOWN = ANNOTATIONS | PLAIN | WITH_SCHEMA | WITH_LIST | WITH_NAMES
 # Keywords of the drafts, so that a wrong guess of a misspelt one is not made for them.
@@ -83,6 +81,7 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
     walk = _Walk(root)
     read = walk.schema(root, "#")
     walk.refuse_lost()
+    walk.refuse_multiples()
     return {"x-guidance": JSON_STYLE, **read}
 
 
@@ -90,7 +89,9 @@ class _Walk:
     """One pass over a schema; `at` is where in it, as a JSON pointer."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self._options = Options(root)
+        self._multiples: dict[str, list[str]] = {}  # each multipleOf in digits, and where it stands
+        self._is_combined = False  # several schemas may be those of one value
         self._places: set[str] = set()
         self._references: dict[str, str] = {}  # each, and where it stands
 
@@ -99,6 +100,24 @@ class _Walk:
         for reference, at in self._references.items():
             if reference.startswith("#/") and unquote(reference) not in self._places:
                 raise SchemaError(f"has $ref {_shown(reference)} at {at}, which is no place of a schema in it")
+
+    def refuse_multiples(self) -> None:
+        """SchemaError for multiples that may be asked of one value, or in one schema, and have too many remainders."""
+        each = [common_multiple([digits]) for digits in self._multiples]
+        if self._is_combined and self._multiples:
+            common = common_multiple(self._multiples)
+            if common > MOST_REMAINDERS:
+                at = self._multiples[max(self._multiples, key=lambda digits: common_multiple([digits]))][0]
+                raise SchemaError(
+                    f"has multipleOf at {at} and at other places, and {COMBINED} too, wanted their least common "
+                    f"multiple, in units of the last digit, at most {MOST_REMAINDERS}"
+                )
+            each = [common] * len(each)
+        total = sum(one * len(places) for one, places in zip(each, self._multiples.values(), strict=True))
+        if total > MOST_IN_ALL:
+            raise SchemaError(
+                f"has multipleOf that come to {total} remainders in all, wanted at most {MOST_IN_ALL}: fewer or less"
+            )
 
     def schema(self, value: Any, at: str) -> Any:
         if isinstance(value, bool):
@@ -112,12 +131,15 @@ class _Walk:
         for check in CHECKS:
             check(value, at)
         self._places.add(at)
+        self._is_combined |= not COMBINING.isdisjoint(value)
+        if "multipleOf" in value:
+            self._multiples.setdefault(str(value["multipleOf"]), []).append(at)
         if "$ref" in value:
             self._references.setdefault(value["$ref"], at)
             if len(self._references) > MOST_REFERENCES:
                 raise SchemaError(f"has $ref to more than {MOST_REFERENCES} places, wanted fewer")
         read = {key: self._read(key, value[key], f"{at}/{key}") for key in value if key in KNOWN - ANNOTATIONS}
-        if "oneOf" in read and self._exclusive(value["oneOf"]):
+        if "oneOf" in read and self._options.exclude_each_other(value["oneOf"]):
             read = {"anyOf" if key == "oneOf" and "anyOf" not in read else key: read[key] for key in read}
         if pattern := EXACT_FORMATS.get(read.get("format", "")):
             read["allOf"] = [*read.get("allOf", []), {"pattern": pattern}]
@@ -135,68 +157,6 @@ class _Walk:
                 raise SchemaError(f"has {_shown(value)} at {at}, wanted an object of schemas")
             return {name: self.schema(item, f"{at}/{_escaped(name)}") for name, item in value.items()}
         return value
-
-    def _exclusive(self, options: list[Any]) -> bool:
-        """Whether no value can fulfil two of them: then oneOf is anyOf. llguidance sees this but not through $ref."""
-        resolved = [self._resolve(option) for option in options]
-        return all(self._apart(one, other) for i, one in enumerate(resolved) for other in resolved[:i])
-
-    def _apart(self, one: Any, other: Any) -> bool:
-        """Whether types tell two schemas apart, or the texts that a property which both require may have."""
-        if not isinstance(one, dict) or not isinstance(other, dict):
-            return False
-        types, other_types = _types(one), _types(other)
-        if not types & other_types:
-            return True
-        if types != {"object"} or other_types != {"object"}:
-            return False
-        names = _names(one.get("required")) & _names(other.get("required"))
-        texts = [(self._texts(one, name), self._texts(other, name)) for name in names]
-        return any(mine and theirs and not mine & theirs for mine, theirs in texts)
-
-    def _texts(self, schema: dict[str, Any], name: str) -> set[str]:
-        """The texts that a property is limited to; empty where it is not, or not to texts."""
-        properties = schema.get("properties")
-        inner = self._resolve(properties.get(name)) if isinstance(properties, dict) else None
-        if not isinstance(inner, dict):
-            return set()
-        return _names([inner["const"]] if "const" in inner else inner.get("enum"))
-
-    def _resolve(self, schema: Any) -> Any:
-        """What a schema that is a $ref alone stands for."""
-        for _ in range(100):  # a ring of them ends too
-            if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
-                break
-            schema = _point(self._root, schema["$ref"])
-        return schema
-
-
-def _point(root: Any, reference: Any) -> Any:
-    """What a reference of the form #/a/b (RFC 6901) points at; None where that is nothing."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return None
-    value = root
-    for part in unquote(reference[2:]).split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
-            value = value[int(name)]
-        elif isinstance(value, dict) and name in value:
-            value = value[name]
-        else:
-            return None
-    return value
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    """The types that values may have; an integer is a number too."""
-    given = schema.get("type")
-    types = {given} if isinstance(given, str) else _names(given) or set(TYPES)
-    return types | {"integer"} if "number" in types else types
-
-
-def _names(value: Any) -> set[str]:
-    """The texts of a list of texts; empty for all else."""
-    return set(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else set()
 
 
 def _escaped(name: str) -> str:
@@ -237,6 +197,9 @@ def _check_values(schema: Mapping[str, Any], at: str) -> None:
     values = schema.get("enum", [None])
     if not isinstance(values, list) or not values:
         raise SchemaError(f"has enum {_shown(values)} at {at}, wanted a list of values, not empty")
+    for key in ("const", "enum"):
+        if reason := refuse_value(schema.get(key)):
+            raise SchemaError(f"has {key} at {at} {reason}")
 
 
 def _check_counts(schema: Mapping[str, Any], at: str) -> None:
@@ -256,18 +219,21 @@ def _check_numbers(schema: Mapping[str, Any], at: str) -> None:
             raise SchemaError(f"has {key} {_shown(value)} at {at}, wanted a number from -2^53 to 2^53")
     if schema.get("multipleOf", 1) <= 0:
         raise SchemaError(f"has multipleOf {_shown(schema['multipleOf'])} at {at}, wanted a number above 0")
+    if "multipleOf" in schema and common_multiple([str(schema["multipleOf"])]) > MOST_REMAINDERS:
+        wanted = f"wanted one whose digits, read as an integer, are at most {MOST_REMAINDERS}"
+        raise SchemaError(f"has multipleOf {_shown(schema['multipleOf'])} at {at}, {wanted}")
     _check_open_end(schema, at)
 
 
 def _check_bounds(schema: Mapping[str, Any], at: str) -> None:
     for low, high, types in BOUNDS:
-        if low in schema and high in schema and schema[low] > schema[high] and _types(schema) <= types:
+        if low in schema and high in schema and schema[low] > schema[high] and types_of(schema) <= types:
             raise SchemaError(f"has {low} {schema[low]} above {high} {schema[high]} at {at}, which no value fulfils")
 
 
 def _check_open_end(schema: Mapping[str, Any], at: str) -> None:
     """Of a range between a whole number and a neighbour's fractions llguidance 1.9 lets the open end in."""
-    if "number" not in _types(schema):
+    if "number" not in types_of(schema):
         return
     low = [schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema]
     high = [schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema]
@@ -283,7 +249,7 @@ def _check_properties(schema: Mapping[str, Any], at: str) -> None:
         raise SchemaError(f"has required {_shown(required)} at {at}, wanted a list of names")
     closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
     properties = schema.get("properties", {})
-    if closed and _types(schema) == {"object"} and isinstance(properties, dict):
+    if closed and types_of(schema) == {"object"} and isinstance(properties, dict):
         for name in required:
             if name not in properties:
                 wanted = "wanted it among the properties too: additionalProperties false allows no other"
