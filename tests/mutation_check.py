@@ -64,9 +64,16 @@ MUTATIONS = (
     Mutation(
         "EOS ends no answer",
         "tinyvllm_cli/engine/engine.py",
-        "() if params.ignore_eos else self._eos_token_ids",
+        "self._eos_token_ids if eos_ends else ()",
         "()",
         ("tests/test_engine.py",),
+    ),
+    Mutation(
+        "an answer's matcher is not told of its tokens",
+        "tinyvllm_cli/text/grammars.py",
+        "matcher.token_ids.append(token_id)",
+        "matcher.token_ids.append(0)",
+        ("tests/test_grammars.py",),
     ),
     Mutation(
         "EOS is not masked before min_tokens",
