@@ -25,9 +25,11 @@ from text_vocab import byte_level
 import tinyvllm_cli.text.grammars as module
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.io.constraints import read_constraint
+from tinyvllm_cli.text.codec import TextCodec
 from tinyvllm_cli.text.gguf_tokenizer import build_tokenizer
 from tinyvllm_cli.text.grammars import Grammars
 from tinyvllm_cli.text.tokenizer import without_added_tokens
+from tinyvllm_cli.types import Request, SamplingParams
 
 USER_DEFINED = 4  # a type of GGUF tokens: added, and no control word
 SCHEMAS = schemas()
@@ -373,3 +375,13 @@ def test_what_the_models_tokens_cannot_spell_is_refused():
     matcher.advance(tokenizer("bytes").encode("!", add_bos=False)[0])
     with pytest.raises(RequestError, match="cannot be followed after 1 tokens \\(the model has no token"):
         matcher.fill(np.zeros(few.words, np.uint32))
+
+
+def test_answers_are_spread_over_all_lanes():
+    """One after another, though the constraint of each request is checked where its prompt is read."""
+    codec = TextCodec(tokenizer("bytes"), None, None, VOCAB_SIZES["bytes"], EOS["bytes"], threads=4)
+    constraint, lanes = read_constraint({"regex": "a+"}), []
+    for i in range(8):
+        codec.encode(Request(request_id=i, custom_id=i, prompt="x", params=SamplingParams(constraint=constraint)))
+        lanes.append(codec.grammars.matcher(constraint).lane)
+    assert lanes == [(lanes[0] + i) % 4 for i in range(8)]

@@ -70,7 +70,7 @@ class RunOptions(FileOptions):
         if constraint is None:
             return
         try:
-            codec.grammars.matcher(constraint)
+            codec.grammars.check(constraint)
         except RequestError as error:
             reason = error.message.removeprefix(constraint.field)
             if self.json_schema is not None:

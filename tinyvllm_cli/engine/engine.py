@@ -111,10 +111,13 @@ class Engine:
             return list(done)
         events: list[Event] = []
         while len(self._in_flight) < self._limits.max_in_flight:
-            if self._in_flight and self._in_flight[-1].masked and len(self._in_flight) > 1:
+            if len(self._in_flight) > 1 and self._in_flight[-1].masked:
                 break
-            plan = self._batcher.plan()  # while masks are made
-            events += self._mask_oldest()
+            if self._obeying is None:
+                events += self._mask_oldest()
+            plan = self._batcher.plan()  # while masks are made, where they are made beside
+            if self._obeying is not None:
+                events += self._mask_oldest()
             if plan is None:
                 break
             self._enqueue(plan)
@@ -143,9 +146,8 @@ class Engine:
 
     def close(self) -> None:
         """Let go of what is under way beside: no memory of the backend is written to any more."""
-        if self._obeying is not None:
-            self._obeying.followed.exception()
-            self._obeying = None
+        self._beside.shutdown()  # which waits
+        self._obeying = None
 
     def check(self) -> None:
         """Assert the invariants of engine and batcher."""

@@ -66,7 +66,7 @@ class TextCodec:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", (id for id, _ in params.logit_bias))
         if params.constraint is not None:
-            self.grammars.matcher(params.constraint)
+            self.grammars.check(params.constraint)
         if request.continue_final_message and request.messages is None:
             message = "continue_final_message needs messages, the last of them from the assistant"
             raise RequestError("invalid_value", message, "continue_final_message")

@@ -52,8 +52,16 @@ class Grammars:
         self._fits = self._library_words == self.words and tokenizer.size <= vocab_size and bool(eos)
         self._compiled: OrderedDict[Constraint, _Compiled | str] = OrderedDict()  # or why it cannot be
 
+    def check(self, constraint: Constraint) -> None:
+        """RequestError invalid_schema where a constraint is wrong, or not supported."""
+        self._of(constraint)
+
     def matcher(self, constraint: Constraint) -> Matcher:
-        """For a fresh answer. RequestError invalid_schema where the constraint is wrong, or not supported."""
+        """For a fresh answer. RequestError as check()."""
+        return Matcher(self, constraint, self._of(constraint))
+
+    def _of(self, constraint: Constraint) -> _Compiled:
+        """A constraint, compiled where it has not been lately."""
         compiled = self._compiled.pop(constraint, None)
         if compiled is None:
             compiled = deeply(partial(self._compile, constraint))
@@ -62,7 +70,7 @@ class Grammars:
             self._compiled.popitem(last=False)
         if isinstance(compiled, str):
             raise RequestError("invalid_schema", f"{constraint.field} {compiled}", constraint.field)
-        return Matcher(self, constraint, compiled)
+        return compiled
 
     def fill(self, matchers: Sequence[Matcher | None], bits: U32) -> dict[int, RequestError]:
         """Which ids may come next, of unfinished answers that differ: bit id % 32 of word id / 32 of row i says it
