@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tinyvllm_cli.cli import exit_code, tinyvllm
+from tinyvllm_cli.cli.signals import Interrupts
 
 CASES = Path(__file__).parent / "data" / "cases"
 TINYVLLM = [sys.executable, "-m", "tinyvllm_cli"]
@@ -18,7 +18,7 @@ TINYVLLM = [sys.executable, "-m", "tinyvllm_cli"]
 def run_here(*args: str | Path) -> int:
     """The exit code; what it says goes to the standard streams of the tests."""
     command = [str(arg) for arg in args]
-    return exit_code(lambda: tinyvllm.main(command, "tinyvllm", standalone_mode=False, obj=nullcontext))
+    return exit_code(lambda: tinyvllm.main(command, "tinyvllm", standalone_mode=False, obj=Interrupts()))
 
 
 def run_apart(*args: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:

@@ -1,16 +1,44 @@
 """tinyvllm: batch inference for Llama-family language models from the command line."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.api import Request, SamplingParams
+    from tinyvllm_cli.errors import DeviceError, ModelError, RequestError, TinyvllmError, UsageError
+    from tinyvllm_cli.llm import LLM
+    from tinyvllm_cli.types import Choice, Completion, Delta, Failure, Message, Score
 
 __version__ = "0.1.0"
 
-_PUBLIC = dict.fromkeys(("Completion", "Request", "SamplingParams"), "tinyvllm_cli.types")
-__all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604  (the names of a dict)
+_PUBLIC = {
+    "tinyvllm_cli.llm": ("LLM",),
+    "tinyvllm_cli.api": ("Request", "SamplingParams"),
+    "tinyvllm_cli.types": ("Choice", "Completion", "Delta", "Failure", "Message", "Score"),
+    "tinyvllm_cli.errors": ("DeviceError", "ModelError", "RequestError", "TinyvllmError", "UsageError"),
+}
+__all__ = [
+    "LLM",
+    "Choice",
+    "Completion",
+    "Delta",
+    "DeviceError",
+    "Failure",
+    "Message",
+    "ModelError",
+    "Request",
+    "RequestError",
+    "SamplingParams",
+    "Score",
+    "TinyvllmError",
+    "UsageError",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are used, so that `tinyvllm --help` waits for none of them."""
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
+    for module, names in _PUBLIC.items():
+        if name in names:
+            return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tinyvllm_cli.errors import UsageError
 
@@ -13,6 +15,10 @@ AskedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtypeName = Literal["auto", "fp8"]
 BLOCK_SIZE = 16  # tokens of a KV block
 GPU_MEMORY = 0.9  # of what is free on a GPU: room for what others start meanwhile
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
+# So few digits that no size is too large for a float; [0-9] because \d takes those of every script.
+AMOUNT = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,15}})?)({'|'.join(UNITS)})?")
+MOST = {"slots": 2**16, "max_model_len": 2**31 - 1, "max_batch_tokens": 2**31 - 1, "threads": 4096}
 DEFAULT_MODEL = "smollm2-135m-instruct"  # a name of model/catalogue.py
 
 
@@ -52,6 +58,26 @@ class ModelConfig:
     dtype: DtypeName = "float32"  # of the stored weights; float32 for quantized files
 
 
+def refuse_others(name: str, value: object, wanted: Sequence[str]) -> None:
+    """UsageError where a value is none of those that are wanted."""
+    if value not in wanted:
+        raise UsageError(f"{name} is {value!r}, wanted one of {', '.join(wanted)}")
+
+
+def read_memory(text: str) -> float | int:
+    """A share above 0 and at most 1 as a float, or a size with its unit in bytes as an int. UsageError."""
+    found = AMOUNT.fullmatch(text)
+    number, unit = (float(found[1]), found[2]) if found else (0.0, None)
+    if unit is None and 0 < number <= 1:
+        return number
+    if unit is not None and (size := int(number * UNITS[unit])) > 0:
+        return size
+    raise UsageError(
+        f"found {text!r}, wanted a share above 0 and at most 1 such as 0.9, or a size with its unit "
+        f"({', '.join(UNITS)}) such as 20GiB"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What is asked of an engine. Answers change with dtype and kv_dtype, and where max_model_len cuts one."""
@@ -67,12 +93,15 @@ class EngineOptions:
     seed: int = 0  # of the run; requests without their own derive theirs from it
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_model_len", "max_batch_tokens", "threads"):
+        for name, most in MOST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}, wanted at least 1")
-        if not 0 < self.gpu_memory <= (1 if isinstance(self.gpu_memory, float) else math.inf):
-            raise UsageError(f"gpu_memory is {self.gpu_memory}, wanted a share above 0.0 and at most 1.0, or bytes")
+            if value is not None and not (isinstance(value, int) and 1 <= value <= most):
+                raise UsageError(f"{name} is {value!r}, wanted an integer from 1 to {most}")
+        memory = self.gpu_memory
+        if not isinstance(memory, int | float) or not 0 < memory <= (1 if isinstance(memory, float) else math.inf):
+            raise UsageError(f"gpu_memory is {memory!r}, wanted a share above 0.0 and at most 1.0, or bytes")
+        refuse_others("dtype", self.dtype, get_args(AskedDtype))
+        refuse_others("kv_dtype", self.kv_dtype, get_args(KVDtypeName))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

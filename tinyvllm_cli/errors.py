@@ -40,8 +40,8 @@ class DeviceError(TinyvllmError):
     """The GPU cannot be used, or failed under way: after that nothing on it can be trusted, and the run ends."""
 
 
-class UsageError(TinyvllmError):
-    """The command line asks for something that cannot be."""
+class UsageError(TinyvllmError, ValueError):
+    """The command line, or an argument of a call, asks for something that cannot be."""
 
     exit_code = EXIT_USAGE
 

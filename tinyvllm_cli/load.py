@@ -133,7 +133,16 @@ def load(prepared: Prepared, *, deltas: bool = True) -> LoadedModel:
     started = time.monotonic()
     config, codec, checkpoint = prepared.config, prepared.text.codec, prepared.text.checkpoint
     device = open_backend(prepared.backend, checkpoint, config, codec.tokenizer.size, known_cache_dir())
-    engine = Engine(
+    engine = new_engine(device, codec, checkpoint, config, deltas=deltas)
+    seconds = prepared.seconds + time.monotonic() - started
+    return LoadedModel(engine, config, device, codec, checkpoint, prepared.text.files, seconds)
+
+
+def new_engine(
+    device: Backend, codec: TextCodec, checkpoint: Checkpoint, config: EngineConfig, *, deltas: bool
+) -> Engine:
+    """One that takes nothing for known of what the device's blocks hold. deltas: as of Engine."""
+    return Engine(
         device,
         codec,
         eos_token_ids=checkpoint.generation.eos_token_ids,
@@ -141,8 +150,6 @@ def load(prepared: Prepared, *, deltas: bool = True) -> LoadedModel:
         prefix_cache=config.prefix_cache,
         deltas=deltas,
     )
-    seconds = prepared.seconds + time.monotonic() - started
-    return LoadedModel(engine, config, device, codec, checkpoint, prepared.text.files, seconds)
 
 
 def open_engine(

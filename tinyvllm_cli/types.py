@@ -91,7 +91,8 @@ class Request:
     raw: bool = False  # the prompt as it is, without chat template
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False
-    continuations: tuple[str, ...] | None = None  # to be scored behind the prompt; None: the prompt is, or is answered
+    # To be scored behind the prompt, ids where it is ids; None: the prompt itself is, or is answered.
+    continuations: tuple[str | tuple[int, ...], ...] | None = None
     params: SamplingParams = SamplingParams()
     truncate_left: bool = False  # cut a prompt given as it is, or as ids, that is too long for the context
     metadata_json: bytes | None = None  # the JSON text of the line's metadata, copied to the answer; None: it has none

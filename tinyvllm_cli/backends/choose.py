@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from tinyvllm_cli.config import AskedDtype, DtypeName, EngineConfig, EngineOptions
+from tinyvllm_cli.config import AskedDtype, DtypeName, EngineConfig, EngineOptions, refuse_others
 from tinyvllm_cli.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ def choose_backend(name: BackendName) -> Chosen:
     """The backend of this name; auto: the GPU where an NVIDIA device is visible, the CPU only where none is.
 
     The driver and the installed packages are asked, before a model is looked for. DeviceError, with what mends it,
-    where the GPU cannot be used: a large model must not run on a CPU by surprise.
+    where the GPU cannot be used: a large model must not run on a CPU by surprise. UsageError for another name.
     """
+    refuse_others("backend", name, get_args(BackendName))
     if name == "cpu":
         return "cpu"
     from tinyvllm_cli.backends.gpu.driver import find_driver

@@ -8,7 +8,7 @@ import sys
 
 try:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager, suppress
+    from contextlib import suppress
     from functools import partial
     from importlib import import_module
     from pathlib import Path
@@ -27,6 +27,7 @@ except KeyboardInterrupt:  # ^C before main() can see to it
 # Each name is also that of a module here and of the command in it, which is imported only when it is needed.
 COMMANDS = {
     "run": "Answer every line of a file, one JSON line each.",
+    "chat": "Talk to a model, or ask it one thing.",
     "score": "Log-likelihood and perplexity of given texts.",
     "models": "List, download and inspect models.",
     "bench": "Measure this machine, beside its computed limit.",
@@ -36,6 +37,7 @@ COMMANDS = {
 EPILOG = """\b
 Examples:
   tinyvllm run prompts.jsonl -o answers.jsonl
+  tinyvllm chat
   tinyvllm models list
   tinyvllm run --help
 
@@ -79,17 +81,17 @@ def main() -> NoReturn:
     interrupts = Interrupts()
     interrupts.install()
     try:
-        code = exit_code(partial(_command, interrupts.hold))
+        code = exit_code(partial(_command, interrupts))
     except Interrupted as error:
         code = error.exit_code
     sys.exit(code)
 
 
-def _command(hold: Callable[[], AbstractContextManager[object]]) -> object:
+def _command(interrupts: Interrupts) -> object:
     """What the user asks for, or the shell on its way to the command line."""
     if instruction := os.environ.get(VARIABLE):
         return complete(tinyvllm, instruction)
-    return tinyvllm.main(prog_name="tinyvllm", standalone_mode=False, obj=hold)
+    return tinyvllm.main(prog_name="tinyvllm", standalone_mode=False, obj=interrupts)
 
 
 def exit_code(command: Callable[[], object]) -> int:

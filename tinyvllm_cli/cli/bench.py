@@ -42,7 +42,7 @@ def bench(context: click.Context, /, **options: Any) -> None:
     from tinyvllm_cli.said import warn
 
     try:
-        run_bench(BenchOptions(**options), command=sys.argv, hold=context.obj)
+        run_bench(BenchOptions(**options), command=sys.argv, hold=context.obj.hold)
     except Interrupted:
         model = options["write"] and model_option(options["write"])
         written = f"; the model in {options['write']} is whole: {model} uses it" if model else ""

@@ -58,4 +58,4 @@ def run(context: click.Context, /, **options: Any) -> None:
     from tinyvllm_cli.run_file import run_file
     from tinyvllm_cli.run_options import RunOptions
 
-    context.exit(run_file(RunOptions(**options), origins=origins(context), command=sys.argv, hold=context.obj))
+    context.exit(run_file(RunOptions(**options), origins=origins(context), command=sys.argv, hold=context.obj.hold))

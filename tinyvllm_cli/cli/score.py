@@ -48,4 +48,4 @@ def score(context: click.Context, /, **options: Any) -> None:
         )
     from tinyvllm_cli.score_file import ScoreOptions, score_file
 
-    context.exit(score_file(ScoreOptions(**options), origins=origins(context), command=sys.argv, hold=context.obj))
+    context.exit(score_file(ScoreOptions(**options), origins=origins(context), command=sys.argv, hold=context.obj.hold))

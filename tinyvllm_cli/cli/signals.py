@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -28,6 +28,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._received: int | None = None
         self._held = False
+        self._told: Callable[[], None] | None = None
 
     def install(self) -> None:
         """SIGHUP stays ignored where it was (nohup)."""
@@ -47,7 +48,19 @@ class Interrupts:
         if self._received is not None:
             raise Interrupted(self._received)
 
+    @contextmanager
+    def tell(self, told: Callable[[], None]) -> Iterator[None]:
+        """^C inside calls `told`, each time, and ends nothing. Of several, one inside the other, the inmost is told."""
+        outer, self._told = self._told, told
+        try:
+            yield
+        finally:
+            self._told = outer
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and self._told is not None:
+            self._told()
+            return
         if self._received is not None:
             self._leave(signum, frame)
         self._received = signum

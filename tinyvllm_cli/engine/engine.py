@@ -48,8 +48,10 @@ class Engine:
     ) -> None:
         """`clock` gives seconds and never goes back; `run_seed` seeds the requests that bring no seed; prefix_cache:
         whether what was computed for one request is used for others; deltas: whether step() tells of unfinished
-        answers, which takes the host about as long as all else."""
+        answers, which takes the host about as long as all else. It may be set later: of requests that were added while
+        it was off, the text is told at their end."""
         self.stats = EngineStats()
+        self.deltas = deltas
         self._backend = backend
         self._limits = backend.limits
         self._codec = codec
@@ -60,7 +62,6 @@ class Engine:
         self._forcing = Forcing(self._batcher, self.stats)
         self._live: dict[int, Live] = {}
         self._in_flight: deque[Step] = deque()
-        self._deltas = deltas
         self._beside = ThreadPoolExecutor(1)  # starts no thread before it has work
         self._obeying: Obeying | None = None
         self._done: list[Completion] = []  # ended without a step: events of the next one
@@ -194,7 +195,7 @@ class Engine:
         ends = frozenset((*params.stop_token_ids, *(self._eos_token_ids if eos_ends else ())))
         answers = [self._codec.answer(request, prompt_ids) for _ in sequences]
         logprobs = [] if params.logprobs is None else [Logprobs(params.logprobs) for _ in sequences]
-        late = not (self._deltas or params.stop)
+        late = not (self.deltas or params.stop)
         return Live(request, sequences, answers, Timeline(self._clock()), ends, truncated, late, logprobs)
 
     def _enqueue(self, plan: Plan) -> None:
@@ -248,7 +249,7 @@ class Engine:
                 ended = "length"
             if ended is not None:
                 events += self._tell(live, sequence, (token_id,), text, ended, now)
-            elif self._deltas:
+            elif self.deltas:
                 events.append(Delta(live.request.request_id, sequence.index, (token_id,), text))
         return events + self._obey(obeying, now) if obeying else events
 
@@ -256,7 +257,7 @@ class Engine:
         """Answers under a constraint go on with their last tokens, which brought these texts."""
         steps = [(sequence.matcher, sequence.token_ids[-1]) for _, sequence, _ in obeying if sequence.matcher]
         waits = bool(self._in_flight) and self._in_flight[0].masked
-        if waits and len(steps) >= BESIDE_FROM and not (self._deltas or self._forcing.is_worth_a_look()):
+        if waits and len(steps) >= BESIDE_FROM and not (self.deltas or self._forcing.is_worth_a_look()):
             matchers, bits = self._masking()
             followed = self._beside.submit(follow, self._codec.grammars, steps, matchers, bits)
             self._obeying = Obeying(obeying, now, bits, followed)
@@ -272,7 +273,7 @@ class Engine:
         for (live, sequence, text), outcome in zip(obeying, outcomes, strict=True):
             if sequence.finished:  # with another answer of its request
                 continue
-            if outcome is False and len(sequence.token_ids) < sequence.max_len and not (forces or self._deltas):
+            if outcome is False and len(sequence.token_ids) < sequence.max_len and not (forces or self.deltas):
                 continue
             made, pieces = [sequence.token_ids[-1]], [text]
             try:
@@ -285,7 +286,7 @@ class Engine:
             except Exception as error:
                 events.append(self._close(failed(live.request, as_failure(error))))
                 continue
-            if ended is not None or self._deltas:
+            if ended is not None or self.deltas:
                 events += self._tell(live, sequence, tuple(made), "".join(pieces), ended, now)
         return events
 
@@ -301,7 +302,7 @@ class Engine:
                 return [self._close(failed(live.request, as_failure(error)))]
             text += rest
         events: list[Event] = []
-        if self._deltas:
+        if self.deltas:
             events.append(Delta(live.request.request_id, sequence.index, made, text))
         if choice is not None:
             self._batcher.finish(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tinyvllm_cli.errors import RequestError
@@ -23,18 +24,47 @@ def take_parts(codec: TextCodec, request: Request, context: int) -> list[Part]:
 
     RequestError empty_prompt, prompt_too_long, invalid_token_id, invalid_value.
     """
-    text = request.prompt or ""
     if request.continuations is not None:
-        return _behind(codec, text, request.continuations, context)
-    _refuse_far_too_long(codec, text, context, "text", "text")
-    ids = codec.encode_plain(text, "text")
+        if request.prompt_token_ids is not None:
+            return _ids_behind(codec, request.prompt_token_ids, request.continuations, context)
+        return _texts_behind(codec, request.prompt or "", request.continuations, context)
+    if request.prompt_token_ids is not None:
+        ids, what = list(request.prompt_token_ids), "ids"
+        codec.check_ids("text", ids)
+    else:
+        text, what = request.prompt or "", "tokens"
+        _refuse_far_too_long(codec, text, context, "text", "text")
+        ids = codec.encode_plain(text, "text")
     if not ids:
-        raise RequestError("empty_prompt", "the text has no tokens", "text")
+        raise RequestError("empty_prompt", f"the text has no {what}", "text")
     _refuse_long(len(ids), context, "text", "text")
     return [Part(ids, len(ids) - 1)]
 
 
-def _behind(codec: TextCodec, text: str, continuations: tuple[str, ...], context: int) -> list[Part]:
+def _ids_behind(
+    codec: TextCodec, head: Sequence[int], continuations: Sequence[str | tuple[int, ...]], context: int
+) -> list[Part]:
+    codec.check_ids("context", head)
+    if not head:
+        raise RequestError(
+            "empty_prompt", "context has no ids, wanted one at least before the continuations", "context"
+        )
+    parts = []
+    for number, tail in enumerate(continuations):
+        what = f"continuations[{number}]"
+        if isinstance(tail, str) or not tail:
+            found = "a text beside a context of ids" if isinstance(tail, str) else "empty"
+            raise RequestError("invalid_value", f"{what} is {found}, wanted a list of ids", "continuations")
+        codec.check_ids("continuations", tail)
+        # The last id is a target only: one more than the context holds, as the windows of lm-evaluation-harness have.
+        _refuse_long(len(head) + len(tail), context + 1, f"context with {what}", "continuations")
+        parts.append(Part([*head, *tail], len(tail)))
+    return parts
+
+
+def _texts_behind(
+    codec: TextCodec, text: str, continuations: Sequence[str | tuple[int, ...]], context: int
+) -> list[Part]:
     """The border is that of lm-evaluation-harness (api/model.py, TemplateLM._encode_pair): white space at the end of
     the context goes to the continuation; then the ids of a continuation are those of both together behind as many as
     the context alone has. Before them stand the context's own ids, also where a token of both together spans the
@@ -48,6 +78,9 @@ def _behind(codec: TextCodec, text: str, continuations: tuple[str, ...], context
         raise RequestError("empty_prompt", f"{message} continuations", "context")
     parts = []
     for number, continuation in enumerate(continuations):
+        if not isinstance(continuation, str):
+            message = f"continuations[{number}] is ids beside a context that is a text, wanted a text"
+            raise RequestError("invalid_value", message, "continuations")
         whole, what = stripped + blank + continuation, f"context with continuations[{number}]"
         _refuse_far_too_long(codec, whole, context, what, "continuations")
         tail = codec.encode_plain(whole, "continuations")[len(head) :]

@@ -90,6 +90,13 @@ class ScoringEngine:
             if len(sequence.targets):
                 self._batcher.add(sequence)
 
+    def abort(self, request_id: int) -> None:
+        """As of Engine."""
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self._drop(live)
+        self._done = [completion for completion in self._done if completion.request_id != request_id]
+
     def step(self) -> list[Event]:
         """Enqueue as many steps as the backend takes ahead, then wait for the oldest and read its logprobs.
 
@@ -188,9 +195,12 @@ class ScoringEngine:
     def _fail(self, live: _Live, failure: Failure, *, spoilt: bool = False) -> Completion:
         """End a request; spoilt: what was computed for it may be what went wrong."""
         del self._live[live.request.request_id]
+        self._drop(live, spoilt=spoilt)
+        return failed(live.request, failure)
+
+    def _drop(self, live: _Live, *, spoilt: bool = False) -> None:
         for sequence in live.sequences:
             self._batcher.drop(sequence, spoilt=spoilt)
-        return failed(live.request, failure)
 
 
 def _scored(live: _Live, now: float) -> Completion:

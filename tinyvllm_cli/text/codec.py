@@ -63,8 +63,8 @@ class TextCodec:
         answer can be under the constraint of the request.
         """
         params = request.params
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", (id for id, _ in params.logit_bias))
+        self.check_ids("stop_token_ids", params.stop_token_ids)
+        self.check_ids("logit_bias", (id for id, _ in params.logit_bias))
         if params.constraint is not None:
             self.grammars.check(params.constraint)
         if request.continue_final_message and request.messages is None:
@@ -73,7 +73,7 @@ class TextCodec:
         ids = self._encode_prompt(request)
         if not ids:
             raise RequestError("empty_prompt", "the prompt has no tokens", request.prompt_field)
-        self._check_ids(request.prompt_field, ids)
+        self.check_ids(request.prompt_field, ids)
         return ids
 
     @cached_property
@@ -96,7 +96,7 @@ class TextCodec:
         RequestError invalid_token_id, which names the field.
         """
         ids = self.tokenizer.encode(text, add_bos=True)
-        self._check_ids(field, ids)
+        self.check_ids(field, ids)
         return ids
 
     def least_plain(self, text: str) -> int:
@@ -150,7 +150,8 @@ class TextCodec:
             messages, continue_final_message=request.continue_final_message, kwargs=request.chat_template_kwargs
         )
 
-    def _check_ids(self, field: str, ids: Iterable[int]) -> None:
+    def check_ids(self, field: str, ids: Iterable[int]) -> None:
+        """RequestError invalid_token_id, which names the field, for an id that the model does not have."""
         for id in ids:
             if 0 <= id < self.size:
                 continue
