@@ -1,7 +1,8 @@
 """Fixtures of many tests, and which tests run where: some marked ones need what not all machines have.
 
-TINYVLLM_NO_MODEL_TESTS=1 deselects `model`; TINYVLLM_TEST_CUDA12=1 selects `cuda12`; TINYVLLM_REQUIRE_GPU=1 makes a
-`gpu` test fail where it would be skipped, TINYVLLM_REQUIRE_COMPILER=1 one that is `emulated`.
+TINYVLLM_NO_MODEL_TESTS=1 deselects `model`; TINYVLLM_TEST_CUDA12=1 selects `cuda12`, TINYVLLM_TEST_EXTRAS=1 `extras`;
+TINYVLLM_REQUIRE_GPU=1 makes a `gpu` test fail where it would be skipped, TINYVLLM_REQUIRE_COMPILER=1 one that is
+`emulated`.
 """
 
 import os
@@ -33,8 +34,7 @@ settings.load_profile("patient")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect, never skip: a run without these tests says so in its summary, and a missing model is a failure."""
     unwanted = ["model"] if os.environ.get("TINYVLLM_NO_MODEL_TESTS") == "1" else []
-    if os.environ.get("TINYVLLM_TEST_CUDA12") != "1":
-        unwanted.append("cuda12")
+    unwanted += [name for name in ("cuda12", "extras") if os.environ.get(f"TINYVLLM_TEST_{name.upper()}") != "1"]
     kept: list[pytest.Item] = []
     deselected: list[pytest.Item] = []
     for item in items:
