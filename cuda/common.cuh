@@ -143,8 +143,11 @@ __device__ __forceinline__ void load8(float* x, const float* p) {
 }
 
 // x[0..7], each rounded -> 8 elements.
+__device__ __forceinline__ uint4 pack8(const float* x) {
+    return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
+}
 __device__ __forceinline__ void store8(elem* p, const float* x) {
-    store16(p, make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])));
+    store16(p, pack8(x));
 }
 
 // x[0..7] -> 8 float32.

@@ -20,6 +20,7 @@
 //   top_ids           i32 [R, MAX_TOP], the first num_top of a row; top_logprobs f32, as this
 //   token_table       i32 [max_slots, max_seq_len]
 //   logits            f32 [R, stride], V columns of it; 16-byte aligned, stride a multiple of 4. Left as they were.
+//   scans             Scan [R, SCAN_PARTS], what scan_rows has found of each row; null: each block does so itself
 //   options           Options [R]
 //   edits             Edit [.], each id of a row once. Overwritten.
 //   masks             u32 [., ceil(V / 32)], as of AllIds (select.cuh)
@@ -28,20 +29,20 @@
 //   sample_positions  i32 [R] of the tokens to draw
 //   ticket            i32, 0 before and after
 //
-// Launch: grid R, block 1024; no dynamic shared memory; or several such launches, of rows first_row on, which together
-// are the R rows. 0 < num_ids <= V <= 2^21. The last block writes the tokens of all rows into the table: rows of one
-// sequence may be drawn together, each behind what was there before.
-// A greedy row is read once. Penalties and edits, logprobs and noise each read it once more; num_top, and a top_k whose
-// ids fit into a list, twice, and then nothing does that is drawn from the list; else top_k and top_p each read it at
-// least twice.
-// The lowest id wins among equals (-0 equals +0). Sums of floats have one order, so a row has one result.
-// Must equal: sample in tinyvllm_cli/backends/cpu/sample.py, but where two ids tie within the error of exp and log.
+// Launch: sample_rows: grid R, block 1024; no dynamic shared memory; or several such launches, of rows first_row on,
+// which together are the R rows. 0 < num_ids <= V <= 2^21. The last block writes the tokens of all rows into the table:
+// rows of one sequence may be drawn together, each behind what was there before. A greedy row is read once. Penalties
+// and edits, logprobs and noise each read it once more; num_top, and a top_k whose ids fit into a list, twice, and then
+// nothing does that is drawn from the list; else top_k and top_p each read it at least twice. The lowest id wins among
+// equals (-0 equals +0). Sums of floats have one order, so a row has one result. Must equal: sample in
+// tinyvllm_cli/backends/cpu/sample.py, but where two ids tie within the error of exp and log.
 #include "common.cuh"
 #include "draw.cuh"
 #include "edits.cuh"
 
 constexpr int NAN_LOGITS = -1;
-constexpr int MAX_TOP = 20;  // MAX_TOP_LOGPROBS in tinyvllm_cli/types.py
+constexpr int SCAN_PARTS = 32;  // of a row: SCAN_PARTS in tinyvllm_cli/backends/gpu/sample.py
+constexpr int MAX_TOP = 20;     // MAX_TOP_LOGPROBS in tinyvllm_cli/types.py
 
 struct Options {  // OPTIONS in tinyvllm_cli/backends/gpu/sample.py
     Filters filters;
@@ -62,17 +63,61 @@ struct Scan {
     bool finite;     // all V
 };
 
-__device__ Scan scan(const float* logits, const u32* mask, int V, int num_ids) {
+// What a thread has seen of a row.
+struct Seen {
     u64 best = 0;
     float greatest = minus_infinity();
     int broken = 0;
-    for_each_id<4>(logits, mask, V, [&](int id, float x, bool allowed) {
+
+    __device__ __forceinline__ void look_at(int id, float x, bool allowed, int num_ids) {
         broken |= (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
         greatest = fmaxf(greatest, x);
         if (id < num_ids) best = max(best, candidate(allowed ? x : minus_infinity(), id));
-    });
-    broken = __syncthreads_or(broken);
-    return {block_max(best), value_of(block_max(candidate(greatest, 0))), broken == 0};
+    }
+    __device__ __forceinline__ void look_at(const Scan& part) {
+        broken |= !part.finite;
+        greatest = fmaxf(greatest, part.greatest);
+        best = max(best, part.best);
+    }
+    // All that the block has seen. Every thread calls it.
+    __device__ __forceinline__ Scan together() const {
+        const int any_broken = __syncthreads_or(broken);
+        return {block_max(best), value_of(block_max(candidate(greatest, 0))), any_broken == 0};
+    }
+};
+
+// The parts of a row together.
+__device__ __forceinline__ Scan scanned(const Scan* parts) {
+    Seen seen;
+    if (threadIdx.x < SCAN_PARTS) seen.look_at(parts[threadIdx.x]);
+    return seen.together();
+}
+
+__device__ Scan scan(const float* logits, const u32* mask, int V, int num_ids) {
+    Seen seen;
+    for_each_id<4>(logits, mask, 0, V, [&](int id, float x, bool allowed) { seen.look_at(id, x, allowed, num_ids); });
+    return seen.together();
+}
+
+__device__ __forceinline__ const u32* mask_of(const Options& options, const u32* masks, int V) {
+    const bool masked = options.mask_row >= 0 && options.target < 0;
+    return masked ? masks + static_cast<i64>(options.mask_row) * ((V + 31) / 32) : nullptr;
+}
+
+// Of few rows, by many blocks each: grid [SCAN_PARTS, R].
+extern "C" __global__ void __launch_bounds__(THREADS)
+    scan_rows(Scan* scans, const float* all_logits, const Options* all_options, const u32* masks, int V, int stride,
+              int num_ids) {
+    start_next_kernel();
+    wait_for_kernel_before();
+    const int r = blockIdx.y, part = (V + 4 * SCAN_PARTS - 1) / (4 * SCAN_PARTS) * 4, first = blockIdx.x * part;
+    const float* logits = all_logits + static_cast<i64>(r) * stride;
+    const u32* mask = mask_of(all_options[r], masks, V);
+    Seen seen;
+    for_each_id<4>(logits, mask, first, min(first + part, V),
+                   [&](int id, float x, bool allowed) { seen.look_at(id, x, allowed, num_ids); });
+    const Scan scan = seen.together();
+    if (threadIdx.x == 0) scans[r * SCAN_PARTS + blockIdx.x] = scan;
 }
 
 // ---------------------------------------------------------------- logprobs
@@ -84,7 +129,8 @@ __device__ __forceinline__ float not_a_number() {
 // log(sum(exp(x - greatest))) over all V.
 __device__ __forceinline__ float log_of_sum(const float* logits, int V, float greatest) {
     float sum = 0.0f;
-    for_each_id<1>(logits, nullptr, V, [&](int, float x, bool) { sum = __fadd_rn(sum, expf(__fsub_rn(x, greatest))); });
+    for_each_id<1>(logits, nullptr, 0, V,
+                   [&](int, float x, bool) { sum = __fadd_rn(sum, expf(__fsub_rn(x, greatest))); });
     return logf(block_sum(sum));
 }
 
@@ -160,9 +206,9 @@ __device__ __forceinline__ void write_tokens(int* token_table, const int* token_
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     sample_rows(int* token_ids, float* logprobs, int* top_ids, float* top_logprobs, int* token_table, int* ticket,
-                float* all_logits, const Options* all_options, Edit* all_edits, const u32* masks, float* all_raw,
-                const int* sample_slots, const int* sample_positions, int first_row, int num_rows, int V, int stride,
-                int num_ids, int max_seq_len) {
+                float* all_logits, const Scan* scans, const Options* all_options, Edit* all_edits, const u32* masks,
+                float* all_raw, const int* sample_slots, const int* sample_positions, int first_row, int num_rows,
+                int V, int stride, int num_ids, int max_seq_len) {
     __shared__ Sampled row;
     __shared__ ListedIds list;
     start_next_kernel();
@@ -171,8 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) {
         row.options = all_options[r];
         row.logits = all_logits + static_cast<i64>(r) * stride;
-        const bool masked = row.options.mask_row >= 0 && row.options.target < 0;
-        row.mask = masked ? masks + static_cast<i64>(row.options.mask_row) * ((V + 31) / 32) : nullptr;
+        row.mask = mask_of(row.options, masks, V);
         row.edits = all_edits + row.options.first_edit;
         row.position = sample_positions[r];
         row.history = {token_table + static_cast<i64>(sample_slots[r]) * max_seq_len, min(row.position, max_seq_len),
@@ -182,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int token = NAN_LOGITS, num_top = 0;
     float logprob = not_a_number();
 
-    const Scan raw = scan(row.logits, row.mask, V, num_ids);
+    const Scan raw = scans ? scanned(scans + r * SCAN_PARTS) : scan(row.logits, row.mask, V, num_ids);
     if (raw.finite) {
         const bool draws = row.options.target < 0;
         token = draws ? drawn_token(row, list, V, num_ids, raw.best) : id_of(raw.best);

@@ -67,12 +67,12 @@ __device__ __forceinline__ u32 allowed_of(const u32* mask, int id) {
     return mask == nullptr ? 15u : mask[id / 32] >> id % 32;
 }
 
-// visit(id, x, allowed) for each of this thread's ids of 0..n-1. Reads up to the next multiple of 4. mask: as of
+// visit(id, x, allowed) for each of this thread's ids of first..n-1. Reads from a multiple of 4 up to one. mask: as of
 // AllIds, of at least n ids. IN_FLIGHT: loads at a time.
 template <int IN_FLIGHT, typename Visit>
-__device__ __forceinline__ void for_each_id(const float* logits, const u32* mask, int n, Visit visit) {
+__device__ __forceinline__ void for_each_id(const float* logits, const u32* mask, int first, int n, Visit visit) {
 #pragma unroll IN_FLIGHT
-    for (int id = 4 * threadIdx.x; id < n; id += 4 * THREADS) {
+    for (int id = first + 4 * threadIdx.x; id < n; id += 4 * THREADS) {
         const float4 four = *reinterpret_cast<const float4*>(logits + id);
         const float x[4] = {four.x, four.y, four.z, four.w};
         const u32 allowed = allowed_of(mask, id);
@@ -91,7 +91,7 @@ struct AllIds {
 
     template <typename Visit>
     __device__ __forceinline__ void for_each(Visit visit) const {
-        for_each_id<1>(logits, mask, num_ids,
+        for_each_id<1>(logits, mask, 0, num_ids,
                        [&](int id, float x, bool allowed) { visit(id, allowed ? x : minus_infinity()); });
     }
 };

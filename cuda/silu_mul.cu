@@ -11,15 +11,7 @@
 // Launch: T * I / 8, or T * N / 8, threads in a grid of one dimension; block any size; no shared memory. I and N are
 // multiples of 8.
 // Must equal: gate_up_silu and _product_add in tinyvllm_cli/backends/cpu/ops.py, after their products.
-#include "common.cuh"
-
-// The quick exp is off by up to 2 + 1.173 |g| ulp (CUDA C++ Programming Guide, "Intrinsic Functions"): by 2^-16 of the
-// result where exp(-g) counts most, at g = -87, far under a rounding to elem. The exact exp and quotient would take
-// longer than the memory does. Past that the divisor exceeds 2^126, where the quick quotient is 0: the result is less
-// than 2^-119.
-__device__ __forceinline__ float silu(float g) {
-    return __fdividef(g, __fadd_rn(1.0f, __expf(-g)));
-}
+#include "silu.cuh"
 
 __device__ __forceinline__ void add8(float* v, const float* bias) {
     float b[ELEMS_PER_16B];

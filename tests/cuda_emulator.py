@@ -84,6 +84,8 @@ def emulator(file: str, dtype: DtypeName, head_dim: int, kv_dtype: KVDtypeName) 
 class EmulatedKernels:
     """The Kernels of backends/gpu/kernels.py, over arrays in the processor's memory; a launch is done on return."""
 
+    shared_limit = 227 << 10  # of Hopper
+
     def __init__(self, dtype: DtypeName, head_dim: int, kv_dtype: KVDtypeName = "auto") -> None:
         self._of_file = functools.partial(emulator, dtype=dtype, head_dim=head_dim, kv_dtype=kv_dtype)
         self.files = dict.fromkeys(KERNELS.values(), "compiled")

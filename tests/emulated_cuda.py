@@ -213,6 +213,7 @@ class Runtime:
     def getDeviceProperties(self, index: int) -> dict[str, Any]:
         return {
             "name": b"Emulated", "major": 9, "minor": 0, "totalGlobalMem": self.total, "multiProcessorCount": 8,
+            "sharedMemPerBlockOptin": 227 << 10,
         }  # fmt: skip
 
     def driverGetVersion(self) -> int:

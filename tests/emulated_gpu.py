@@ -147,6 +147,10 @@ class Blas:
         self._stream.runtime.enqueue(self._stream.ptr, run, tuple(array.data.ptr for array in arrays))
         self._counts["cublasLt"] += 1
 
+    def is_skinny(self, *arrays: np.ndarray) -> bool:
+        """All run as above."""
+        return False
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -173,7 +177,9 @@ def emulated_gpu(
         for module in (packages, device):
             patch.setattr(module, "require_packages", lambda driver: None)
         patch.setattr(memory, "WORKSPACE", memory.ALIGNMENT)
-        patch.setattr(backend, "load_kernels", lambda capability, *kind_and_cache: kernels(*kind_and_cache[:-1]))
+        patch.setattr(
+            backend, "load_kernels", lambda capability, *kind_and_cache, shared_limit: kernels(*kind_and_cache[:-1])
+        )
         patch.setattr(backend, "load_nvrtc", lambda: SimpleNamespace(version=(13, 0)))
         patch.setattr(backend, "Blas", SimpleNamespace(create=make_blas))
         yield runtime

@@ -140,10 +140,11 @@ def open_device(dtype: DtypeName, head_dim: int = 64, kv_dtype: KVDtypeName = "a
 
     card = cupy.cuda.Device()
     major, minor = int(card.compute_capability[:-1]), int(card.compute_capability[-1])
+    shared_limit = cupy.cuda.runtime.getDeviceProperties(card.id)["sharedMemPerBlockOptin"]
     return OpDevice(
         dtype=dtype,
         head_dim=head_dim,
-        kernels=load_kernels((major, minor), dtype, head_dim, kv_dtype, cache_dir()),
+        kernels=load_kernels((major, minor), dtype, head_dim, kv_dtype, cache_dir(), shared_limit=shared_limit),
         blas=_blas(),
         stream=_stream(),
         place=to_gpu,

@@ -13,7 +13,7 @@ from gpu_tools import Array, OpDevice, assert_same_bits, read
 
 from tinyvllm_cli.backends.cpu.filters import FLOAT32_MAX, filtered_ids
 from tinyvllm_cli.backends.cpu.sample import gumbel, processed_logits, sample_row
-from tinyvllm_cli.backends.gpu.sample import Asked, DrawOptions, edits_room, plan_draw, sample, upload_limit
+from tinyvllm_cli.backends.gpu.sample import Asked, DrawOptions, edits_room, plan_draw, sample, scans_room, upload_limit
 from tinyvllm_cli.types import F32, I32, MAX_TOP_LOGPROBS, U32, SlotOptions
 
 LATE = 1_000_000  # a first position that no test reaches: until then stop_ids are masked
@@ -96,6 +96,7 @@ def draw(
         edits=device.poisoned(*edits_room(vocab)),
         masks=device.poisoned((num_rows, -(-vocab // 32)), np.uint32, wanted),
         raw_logits=device.poisoned((num_rows, max_seq_len), np.float32),
+        scans=device.poisoned(*scans_room()),
     )
     kept = SimpleNamespace(token_table=tokens.array)
     drawn = sample(ready, rows[:, :vocab], step, kept, num_ids=num_ids)

@@ -3,6 +3,8 @@ on the processor."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from gpu_tools import NUMPY_DTYPE, Array, OpDevice, assert_close, assert_same_bits, rounded
 
@@ -74,4 +76,80 @@ def is_one_chain(device: OpDevice, rows: int, n: int, k: int, mode: str, *, ld: 
     found = multiplied(device, a, weight, mode, ld=ld)
     assert_same_bits(
         f"{mode}, {rows} rows of {n}x{k}", found, rounded(expected, device.dtype) if mode == "elem" else expected
+    )
+
+
+def is_as_its_parts(device: OpDevice, rows: int, n: int, k: int, *, with_bias: bool) -> None:
+    """The kernels that norm, multiply and apply SiLU have the bits of those that do one thing each."""
+    rng, elem, eps = np.random.default_rng([rows, n, k]), NUMPY_DTYPE[device.dtype], 1e-5
+    x, norm, bias = (rng.standard_normal(shape, np.float32) for shape in ((rows + 1, k), (k,), (n,)))
+    placed = (
+        device.poisoned((rows + 2, k), np.float32, first=x).array,
+        device.poisoned((k,), np.float32, first=norm).array,
+    )
+    weight = device.poisoned((n + 2, k), first=rounded(rng.standard_normal((n, k), np.float32), device.dtype)).array[:n]
+    added = device.poisoned((n,), np.float32, first=bias).array if with_bias else None
+    normed, product, wanted, found, silu, of_silu = (
+        device.poisoned((rows + 1, columns), elem) for columns in (k, n, n + 8, n + 8, n // 2, n // 2)
+    )
+
+    def launch(name: str, blocks: int, *args: Any) -> None:
+        device.kernels.launch(name, (blocks,), 256, args, stream=device.stream)
+
+    launch("rms_norm", rows, normed.array, *placed, None, rows, k, eps)
+    for out in (product, wanted):
+        skinny.multiply(device.kernels, device.stream, out.array, normed.array, weight, rows, add=False)
+    launch("silu_mul", -(-rows * n // 2 // 2048), silu.array, product.array, added, rows, n // 2)
+    skinny.normed_product(device.kernels, device.stream, found.array, *placed, weight, rows, eps)
+    skinny.normed_silu(device.kernels, device.stream, of_silu.array, *placed, weight, added, rows, eps)
+    assert_same_bits(f"product, {rows} rows of {n}x{k}", found.read(), wanted.read())
+    assert_same_bits(f"silu, {rows} rows of {n}x{k}", of_silu.read(), silu.read())
+    assert np.isfinite(found.read()[:rows, :n]).all() and np.isfinite(of_silu.read()[:rows]).all()
+
+
+def is_as_its_parts_up_to_the_cache(device: OpDevice, rows: int, k: int, *, with_bias: bool) -> None:
+    """The kernel that norms, multiplies, turns and writes q, K and V has the bits of those that do one thing each."""
+    heads, kv_heads, layers, layer, width, eps = 5, 2, 3, 1, 4, 1e-5
+    head_dim, columns = device.head_dim, (heads + 2 * kv_heads) * device.head_dim
+    rng, elem = np.random.default_rng([rows, k, head_dim]), NUMPY_DTYPE[device.dtype]
+
+    def given(array: Array, dtype: Any = np.float32) -> Any:
+        return device.poisoned(array.shape, dtype, first=array).array
+
+    x, norm, bias = (given(rng.standard_normal(shape, np.float32)) for shape in ((rows, k), (k,), (columns,)))
+    weight = given(rounded(rng.standard_normal((columns, k), np.float32), device.dtype), elem)
+    angles = rng.random((16 * width, head_dim // 2), np.float32)
+    cos, sin = given(np.cos(angles)), given(np.sin(angles))
+    positions = given(rng.permutation(16 * width)[:rows], np.int32)
+    slots, tables = (
+        given(rng.permutation(4)[:rows], np.int32),
+        given(1 + rng.permutation(5 * width).reshape(5, width), np.int32),
+    )
+    places = (cos, sin, positions, slots, tables)
+    added = bias if with_bias else None
+    normed, product = device.poisoned((rows, k), elem).array, device.poisoned((rows, columns), elem).array
+    sizes = (rows, heads, kv_heads, width, layer, layers)
+    wanted, found = (
+        (
+            device.poisoned((rows + 1, heads, head_dim), elem),
+            device.poisoned((5 * width + 1, layers, 2, kv_heads, 16, head_dim), elem),
+        )
+        for _ in range(2)
+    )
+
+    def launch(name: str, blocks: int, threads: int, *args: Any) -> None:
+        device.kernels.launch(name, (blocks,), threads, args, stream=device.stream)
+
+    launch("rms_norm", rows, 256, normed, x, norm, None, rows, k, eps)
+    skinny.multiply(device.kernels, device.stream, product, normed, weight, rows, add=False)
+    q, cache = (output.array for output in wanted)
+    launch("rope_write", rows * (heads + 2 * kv_heads), 32, q, cache, product, added, None, None, *places, *sizes, eps)
+    q, cache = (output.array for output in found)
+    args = (q, cache, x, norm, weight, added, *places, *sizes, k, eps)
+    skinny.normed_qkv(device.kernels, device.stream, weight, args, rows)
+    for what, one, other in zip(("q", "K and V"), found, wanted, strict=True):
+        assert_same_bits(f"{what}, {rows} rows, K {k}", one.read(), other.read())
+    assert (
+        np.isfinite(found[0].read()[:rows]).all()
+        and np.isfinite(found[1].read()).sum() == rows * 2 * kv_heads * head_dim
     )

@@ -111,6 +111,8 @@ class FakeLibraries:
 class FakeKernels:
     """Keeps what is launched."""
 
+    shared_limit = 227 << 10
+
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.launched: list[tuple[str, int]] = []  # kernel, rows
@@ -168,7 +170,8 @@ def out_of(dtype: Any, capacity: int = 128) -> HostArray:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "add"), [("elem", np.float16, False), ("f32", np.float32, False), ("add", np.float32, True)]
+    ("name", "dtype", "add"),
+    [("elem_low", np.float16, False), ("f32_low", np.float32, False), ("add_deep", np.float32, True)],
 )
 def test_few_rows_run_by_our_own_kernel_once_it_is_chosen(name: str, dtype: Any, add: bool):
     libraries, kernels = FakeLibraries(), FakeKernels()
@@ -178,10 +181,12 @@ def test_few_rows_run_by_our_own_kernel_once_it_is_chosen(name: str, dtype: Any,
     blas.product(**product, rows=3)
     blas.choose_skinny(True, **product, rows=4)
     for rows in (2, 3, 4, 5, 16):  # 3 and 4 are padded to 4
+        assert blas.is_skinny(product["out"], a, weight, rows) == (rows in (3, 4) and not add)
         assert blas.offers_skinny(**product, rows=rows)
         blas.product(**product, rows=rows)
     assert kernels.launched == [(f"skinny_{name}", 3), (f"skinny_{name}", 4)]
     blas.choose_skinny(False, **product, rows=4)
+    assert not blas.is_skinny(product["out"], a, weight, 4)
     blas.product(**product, rows=3)
     assert len(kernels.launched) == 2
     assert libraries.calls.count("cublasLtMatmul") == kernels.counts["cublasLt"] == 5

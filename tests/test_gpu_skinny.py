@@ -64,6 +64,23 @@ def test_the_bits_are_those_of_cublaslt(n: int, k: int, dtype: DtypeName, cancel
     assert device.blas.fallbacks == []
 
 
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(16384, 2048), (6144, 4096), (3072, 576), (80, 40)], ids=str)
+def test_norm_product_and_silu_in_one_have_the_bits_of_each(n: int, k: int, dtype: DtypeName, with_bias: bool):
+    for rows in range(1, skinny.MAX_NORMED_ROWS + 1):
+        skinny_laws.is_as_its_parts(open_device(dtype), rows, n, k, with_bias=with_bias)
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [576, 4096])
+def test_all_before_attention_in_one_has_the_bits_of_each(k: int, dtype: DtypeName, head_dim: int, with_bias: bool):
+    for rows in range(1, skinny.MAX_NORMED_ROWS + 1):
+        skinny_laws.is_as_its_parts_up_to_the_cache(open_device(dtype, head_dim), rows, k, with_bias=with_bias)
+
+
 def ours(device: OpDevice) -> Any:
     def product(out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
         skinny.multiply(device.kernels, device.stream, out, a, weight, rows, add=add)

@@ -224,7 +224,9 @@ STREAM = SimpleNamespace(ptr=11)
 
 
 def loaded(binary: bytes = b"good", *, programmatic: bool = True) -> Kernels:
-    return Kernels(dict.fromkeys(FILES, binary), kernel_sources(), {}, programmatic=programmatic)
+    return Kernels(
+        dict.fromkeys(FILES, binary), kernel_sources(), {}, programmatic=programmatic, shared_limit=227 << 10
+    )
 
 
 @pytest.mark.parametrize("programmatic", [True, False])
@@ -273,12 +275,12 @@ def test_kernels_start_early_where_they_were_compiled_to_wait(
     monkeypatch.setattr(kernels, "load_nvrtc", lambda: SimpleNamespace(supported_archs=lambda: known))
     monkeypatch.setattr(kernels, "build", lambda *given: (dict.fromkeys(FILES, b"good"), {}))
     monkeypatch.setattr(kernels, "Kernels", lambda *made, **options: options["programmatic"])
-    assert load_kernels(capability, "bfloat16", 64, "auto", None) is programmatic
+    assert load_kernels(capability, "bfloat16", 64, "auto", None, shared_limit=99 << 10) is programmatic
     monkeypatch.setattr(kernels, "find_driver", lambda: Driver((12, 2), 1))
-    assert load_kernels(capability, "bfloat16", 64, "auto", None) is False
+    assert load_kernels(capability, "bfloat16", 64, "auto", None, shared_limit=99 << 10) is False
     monkeypatch.setattr(kernels, "find_driver", lambda: Driver((12, 3), 1))
     known[:] = [80, 86, 89]
-    assert load_kernels(capability, "bfloat16", 64, "auto", None) is False
+    assert load_kernels(capability, "bfloat16", 64, "auto", None, shared_limit=99 << 10) is False
 
 
 @pytest.mark.parametrize("grid", [(0,), (3, 0), (0, 2, 2)])

@@ -117,7 +117,8 @@ class GpuBackend:
 
         stream = Stream(non_blocking=True)
         closed_later = self._closing.enter_context  # in the reverse order
-        kernels = load_kernels(card.compute_capability, engine.dtype, config.head_dim, engine.kv_dtype, cache)
+        built_for = (card.compute_capability, engine.dtype, config.head_dim, engine.kv_dtype)
+        kernels = load_kernels(*built_for, cache, shared_limit=card.block_shared_bytes)
         blas = closed_later(closing(Blas.create(stream, workspace, kernels)))
         self._device = Device(card, stream, kernels, blas, engine.dtype, buffers)
         for zeros in (tables["blocks"], buffers.tickets, buffers.draw_ticket):

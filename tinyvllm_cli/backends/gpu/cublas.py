@@ -139,6 +139,7 @@ class Blas:
         )
         self._counts: Counter[str] = Counter() if kernels is None else kernels.counts
         self._runs: dict[_Key, _Run] = {}
+        self._skinny: set[_Key] = set()  # those of them that are our own kernel
         self._plans: dict[_Key, _Plan | None] = {}  # None: cublasLt offers no algorithm for that shape
         self._made: list[tuple[str, int]] = []  # objects of the library, each with the function that destroys it
         try:
@@ -207,9 +208,15 @@ class Blas:
         """From now on products of this shape, on as many padded rows, run by our own kernel, or not."""
         key = _key(out, a, weight, padded_rows(rows), add)
         self._runs.pop(key, None)
+        self._skinny.discard(key)
         if chosen:
             assert self._kernels is not None
+            self._skinny.add(key)
             self._runs[key] = partial(skinny.multiply, self._kernels, self._stream, add=add)
+
+    def is_skinny(self, out: Any, a: Any, weight: Any, rows: int) -> bool:
+        """Whether products of this shape, on as many padded rows, run by our own kernel."""
+        return _key(out, a, weight, padded_rows(rows), False) in self._skinny
 
     @property
     def fallbacks(self) -> list[tuple[int, int, int]]:

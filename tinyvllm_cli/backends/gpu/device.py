@@ -34,6 +34,7 @@ class Card:
     compute_capability: tuple[int, int]
     total_bytes: int
     multiprocessors: int
+    block_shared_bytes: int  # of shared memory, that a block of threads may have
     cuda: Any  # the module cupy.cuda.runtime
     faults: tuple[type[Exception], ...]  # what is raised when CUDA fails: by CuPy, or by us
 
@@ -64,6 +65,7 @@ def open_card() -> Card:
         compute_capability=(properties["major"], properties["minor"]),
         total_bytes=properties["totalGlobalMem"],
         multiprocessors=properties["multiProcessorCount"],
+        block_shared_bytes=properties["sharedMemPerBlockOptin"],
         cuda=runtime,
         faults=(DeviceError, runtime.CUDARuntimeError, cuda_driver.CUDADriverError),
     )

@@ -28,10 +28,17 @@ KERNELS = {
     "add_bias": "silu_mul.cu",
     "attend_prefill": "prefill.cu",
     "attend_decode": "decode.cu",
+    "scan_rows": "sample.cu",
     "sample_rows": "sample.cu",
-    "skinny_elem": "skinny.cu",
-    "skinny_f32": "skinny.cu",
-    "skinny_add": "skinny.cu",
+    "skinny_elem_low": "skinny.cu",
+    "skinny_elem_high": "skinny.cu",
+    "skinny_f32_low": "skinny.cu",
+    "skinny_f32_high": "skinny.cu",
+    "skinny_add_deep": "skinny.cu",
+    "skinny_add_low": "skinny.cu",
+    "normed_product": "normed.cu",
+    "normed_silu": "normed.cu",
+    "normed_qkv": "normed_qkv.cu",
     "fill_random": "random.cu",
     "sum_words": "read.cu",
 }
@@ -96,11 +103,14 @@ class Kernels:
         files: Mapping[str, Literal["compiled", "cached"]],
         *,
         programmatic: bool,
+        shared_limit: int,
     ) -> None:
-        """programmatic: whether kernels may start before the end of the one before (Launch)."""
+        """programmatic: whether kernels may start before the end of the one before (Launch). shared_limit: bytes of
+        shared memory that the card gives to a block."""
         from cupy.cuda.function import Module
 
         self.counts: Counter[str] = Counter()
+        self.shared_limit = shared_limit
         self.files = dict(files)  # .cu file -> where its machine code came from
         modules = {}
         try:
@@ -155,11 +165,13 @@ def load_kernels(
     kv_dtype: KVDtypeName,
     cache: Path | None,
     *,
+    shared_limit: int,
     jitter: bool = False,
 ) -> Kernels:
     """Compile what is not in `cache` yet, in threads, and load it. `cache` is the user's cache folder.
 
-    jitter: for tests, kernels that stand still here and there (cuda/common.cuh). Needs a current CUDA context.
+    shared_limit: as of Kernels. jitter: for tests, kernels that stand still here and there (cuda/common.cuh). Needs a
+    current CUDA context.
     DeviceError where NVRTC is missing, a source does not compile, or it does not load.
     """
     nvrtc = load_nvrtc()
@@ -171,7 +183,7 @@ def load_kernels(
     programmatic = (
         _number(arch) >= PROGRAMMATIC_ARCH and driver is not None and driver.cuda_version >= PROGRAMMATIC_DRIVER
     )
-    return Kernels(binaries, sources, files, programmatic=programmatic)
+    return Kernels(binaries, sources, files, programmatic=programmatic, shared_limit=shared_limit)
 
 
 def _number(arch: str) -> int:

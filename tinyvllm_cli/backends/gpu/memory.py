@@ -132,6 +132,7 @@ def activation_rooms(config: ModelConfig, engine: EngineConfig, max_seq_len: int
         "edits": sample.edits_room(config.vocab_size),
         "masks": ((R, -(-config.vocab_size // 32)), np.dtype(np.uint32)),
         "raw_logits": ((R, max_seq_len), F32),
+        "scans": sample.scans_room(),
     }
 
 
@@ -176,6 +177,7 @@ class Buffers:
     edits: Array  # i32[., 2] of logits, where a step has more than its upload holds
     masks: Array  # u32[R, ceil(vocab_size / 32)]
     raw_logits: Array  # f32[R, positions], of what penalties have changed while a row is drawn
+    scans: Array  # u8[., ., .], what is found at a first look at few rows
 
     @classmethod
     def take(cls, arena: Arena, config: ModelConfig, engine: EngineConfig, max_seq_len: int) -> Buffers:

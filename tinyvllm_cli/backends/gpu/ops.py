@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tinyvllm_cli.backends.gpu import skinny
 from tinyvllm_cli.backends.gpu.attention import attend
 from tinyvllm_cli.backends.gpu.sample import sample
 from tinyvllm_cli.model.parameters import Array, Weight
@@ -76,9 +77,13 @@ def qkv_rope_write(
     q, y, num_rows = device.buffers.q, device.buffers.qkv, rows.num_rows
     num_layers, num_kv_heads = cache.blocks.shape[1], cache.blocks.shape[3]
     num_heads = q.shape[1]
-    _norm_product(device, x, norm, eps, qkv, y, num_rows)
     sizes = (num_rows, num_heads, num_kv_heads, rows.width, layer, num_layers)
     places = (rows.positions, rows.slots, rows.block_tables)
+    if _norms_on_the_way(device, qkv, y, num_rows) and q_norm is None and cache.kv_dtype == "auto":
+        all_in_one = (q, cache.blocks, x, norm, qkv.data, bias, *rope, *places, *sizes, x.shape[1], eps)
+        skinny.normed_qkv(device.kernels, device.stream, qkv.data, all_in_one, num_rows)
+        return q[:num_rows]
+    _norm_product(device, x, norm, eps, qkv, y, num_rows)
     args = (q, cache.blocks, y, bias, q_norm, k_norm, *rope, *places, *sizes, eps)
     blocks = _ceil_div(num_rows * (num_heads + 2 * num_kv_heads), ROPE_HEADS)
     device.launch("rope_write", (blocks,), ROPE_HEADS * WARP, args)
@@ -98,6 +103,9 @@ def out_proj_add(device: Device, x: Array, h: Array, *, weight: Weight, bias: Ar
 def gate_up_silu(device: Device, x: Array, *, norm: Array, eps: float, weight: Weight, bias: Array | None) -> Array:
     """h elem[T, I] = SiLU(gate) * up of the normed rows; weight [2 I, H], its rows in turn 8 of gate, 8 of up."""
     h, y, num_rows = device.buffers.activated, device.buffers.gate_up, len(x)
+    if _norms_on_the_way(device, weight, y, num_rows):
+        skinny.normed_silu(device.kernels, device.stream, h, x, norm, weight.data, bias, num_rows, eps)
+        return h[:num_rows]
     _norm_product(device, x, norm, eps, weight, y, num_rows)
     inner = h.shape[1]
     blocks = _ceil_div(num_rows * inner, GROUP * GROUP_THREADS)
@@ -121,9 +129,18 @@ def norm_lm_head(device: Device, x: Array, rows: Rows, *, norm: Array, eps: floa
 
 def _norm_product(device: Device, x: Array, norm: Array, eps: float, weight: Weight, out: Array, num_rows: int) -> None:
     """out[:num_rows] = normed x @ weight.T."""
+    if _norms_on_the_way(device, weight, out, num_rows):
+        skinny.normed_product(device.kernels, device.stream, out, x, norm, weight.data, num_rows, eps)
+        return
     normed = device.buffers.normed
     _rms_norm(device, normed, x, norm, eps, num_rows, None)
     device.blas.product(out, normed, weight.data, num_rows)
+
+
+def _norms_on_the_way(device: Device, weight: Weight, out: Array, num_rows: int) -> bool:
+    """Whether one kernel norms and multiplies: where our own is taken for the product of the normed rows."""
+    normed, data = device.buffers.normed, weight.data
+    return skinny.norms(num_rows, data.shape[1]) and device.blas.is_skinny(out, normed, data, num_rows)
 
 
 def _rms_norm(

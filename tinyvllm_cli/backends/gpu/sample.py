@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from tinyvllm_cli.backends.gpu.rows import Rows, Upload
     from tinyvllm_cli.backends.gpu.slots import Slots
 
-THREADS = 1024  # of a block: what the kernel is written for
+THREADS = 1024  # of a block: what the kernels are written for
+SCAN_PARTS = 32  # blocks that take a first look at a row, where there are few rows: one block would be long about it
+SCAN_ROWS = 8
+SCAN_BYTES = 16  # the struct Scan in cuda/sample.cu
 MAX_VOCAB = 1 << 21  # ids that fit into a rank: ID_BITS of cuda/select.cuh
 ALWAYS = 2**31 - 1  # before every position
 UPLOAD_EDITS = 1 << 14  # that travel with a step's other arrays; where there are more, each launch copies its own
@@ -93,6 +96,11 @@ class DrawPlan:
 def edits_room(vocab_size: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype of the buffer for edits that do not fit into an upload."""
     return (_edits_of_a_launch(vocab_size), 2), np.dtype(np.int32)
+
+
+def scans_room() -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of the buffer for what is found at a first look."""
+    return (SCAN_ROWS, SCAN_PARTS, SCAN_BYTES), np.dtype(np.uint8)
 
 
 def upload_limit(max_slots: int) -> int:
@@ -174,14 +182,22 @@ def sample(device: Device, logits: Array, rows: Rows, slots: Slots, *, num_ids: 
     """
     buffers, draw, stride = device.buffers, rows.draw, logits.strides[0] // logits.itemsize
     out = (buffers.token_ids, buffers.logprobs, buffers.top_ids, buffers.top_logprobs)
-    kept = (slots.token_table, buffers.draw_ticket, logits, draw.options)
+    kept = (slots.token_table, buffers.draw_ticket, logits)
+    scans = _scan(device, logits, rows, stride, num_ids) if rows.num_sampled <= SCAN_ROWS else None
     scratch, places = (buffers.masks, buffers.raw_logits), (rows.sample_slots, rows.sample_positions)
     sizes = (rows.num_sampled, logits.shape[1], stride, num_ids, slots.token_table.shape[1])
     for draws in draw.launches:
         edits = draws.edits if draw.uploaded else _copy_edits(device, draws.edits)
-        args = (*out, *kept, edits, *scratch, *places, draws.rows.start, *sizes)
+        args = (*out, *kept, scans, draw.options, edits, *scratch, *places, draws.rows.start, *sizes)
         device.launch("sample_rows", (draws.rows.stop - draws.rows.start,), THREADS, args)
     return buffers.token_ids[: rows.num_sampled], buffers.logprobs[: rows.num_sampled]
+
+
+def _scan(device: Device, logits: Array, rows: Rows, stride: int, num_ids: int) -> Array:
+    buffers = device.buffers
+    args = (buffers.scans, logits, rows.draw.options, buffers.masks, logits.shape[1], stride, num_ids)
+    device.launch("scan_rows", (SCAN_PARTS, rows.num_sampled), THREADS, args)
+    return buffers.scans
 
 
 def _record(slot: SlotOptions) -> tuple[float | int, ...]:
