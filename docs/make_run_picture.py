@@ -9,31 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
+from terminal_picture import draw
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "tinyvllm run prompts/quickstart.jsonl -o out.jsonl"
-# rich's own format, without the font that it would load from the network.
-FORMAT = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<style>
-.{unique_id}-matrix {{ font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: {char_height}px;
-  line-height: {line_height}px; font-variant-east-asian: full-width; }}
-{styles}
-</style>
-<defs>
-<clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" /></clipPath>
-{lines}
-</defs>
-{chrome}
-<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
-{backgrounds}
-<g class="{unique_id}-matrix">
-{matrix}
-</g>
-</g>
-</svg>
-"""
 
 
 def run() -> tuple[str, list[str]]:
@@ -49,15 +29,9 @@ def run() -> tuple[str, list[str]]:
 
 def main() -> None:
     said, answers = run()
-    with Path("/dev/null").open("w") as nowhere:
-        console = Console(record=True, width=118, file=nowhere, force_terminal=True, color_system="truecolor")
-        console.print(Text(f"$ {COMMAND}", style="bold"))
-        console.print(Text(said.rstrip()))
-        show = "jq -r '[.custom_id, .choices[0].text] | join(\": \")' out.jsonl"
-        console.print(Text(f"\n$ {show}", style="bold"))
-        for line in answers:
-            console.print(Text(line))
-        console.save_svg(str(ROOT / "docs" / "run.svg"), title="tinyvllm", code_format=FORMAT, unique_id="run")
+    show = "jq -r '[.custom_id, .choices[0].text] | join(\": \")' out.jsonl"
+    lines = [Text(f"$ {COMMAND}", style="bold"), Text(said.rstrip()), Text(f"\n$ {show}", style="bold")]
+    draw(ROOT / "docs" / "run.svg", [*lines, *map(Text, answers)], columns=118)
 
 
 if __name__ == "__main__":

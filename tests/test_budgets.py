@@ -22,6 +22,7 @@ HEAVY = {
     "safetensors",
     "ml_dtypes",
     "platformdirs",
+    "prompt_toolkit",
 }
 
 

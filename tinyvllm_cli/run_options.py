@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinyvllm_cli.errors import RequestError, UsageError
+from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.file_options import FileOptions
-from tinyvllm_cli.io.constraints import read_params
 from tinyvllm_cli.io.prompts import Defaults
-from tinyvllm_cli.io.settings import TextOption, line_defaults, read_schema, read_settings
+from tinyvllm_cli.io.settings import TextOption, check_form, line_defaults, read_schema, read_settings
 
 if TYPE_CHECKING:
     from tinyvllm_cli.model.checkpoint import Checkpoint
@@ -62,20 +61,8 @@ class RunOptions(FileOptions):
         return read_settings(named, self.set)
 
     def check_form(self, settings: Mapping[str, Any], codec: TextCodec) -> None:
-        """UsageError where the form that the command gives cannot be had, in the words of a line's error.
-
-        settings: of settings().
-        """
-        constraint = read_params(settings).get("constraint")
-        if constraint is None:
-            return
-        try:
-            codec.grammars.check(constraint)
-        except RequestError as error:
-            reason = error.message.removeprefix(constraint.field)
-            if self.json_schema is not None:
-                raise UsageError(f"--json-schema: {self.json_schema}{reason}") from None
-            raise UsageError(f"--choice{reason}" if self.choice else f"--set: {error.message}") from None
+        """As of io.settings.check_form(). settings: of settings()."""
+        check_form(settings, codec, schema_file=self.json_schema, by_choice=bool(self.choice))
 
     def defaults(self, settings: Mapping[str, Any], checkpoint: Checkpoint) -> Defaults:
         """What holds for a line that says nothing else. settings: of settings()."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
@@ -10,17 +9,15 @@ import click
 
 from tinyvllm_cli.backends.choose import BackendName, engine_defaults
 from tinyvllm_cli.cli.completion import COMPLETIONS
-from tinyvllm_cli.config import DEFAULT_MODEL, GPU_MEMORY, AskedDtype, KVDtypeName
+from tinyvllm_cli.config import DEFAULT_MODEL, GPU_MEMORY, AskedDtype, KVDtypeName, read_memory
+from tinyvllm_cli.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 RANDOM_WEIGHTS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "smollm2-135m")  # the names of model/presets.py
-UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
-# So few digits that no size is too large for a float; [0-9] because \d takes those of every script.
-AMOUNT = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,15}})?)({'|'.join(UNITS)})?")
 
 
-def _text(value: str) -> str:
+def text(value: str) -> str:
     """A text and no name of a file: UTF-8, which arguments need not be."""
     try:
         value.encode()
@@ -29,10 +26,10 @@ def _text(value: str) -> str:
     return value
 
 
-def _some_text(value: str) -> str:
+def some_text(value: str) -> str:
     if not value:
         raise click.BadParameter("the text is empty")
-    return _text(value)
+    return text(value)
 
 
 def _output(value: str) -> str:
@@ -41,17 +38,10 @@ def _output(value: str) -> str:
 
 
 def _share_or_size(value: str) -> float | int:
-    """A share above 0 and at most 1 as a float, or a size in bytes as an int."""
-    found = AMOUNT.fullmatch(value)
-    number, unit = (float(found[1]), found[2]) if found else (0.0, None)
-    if unit is None and 0 < number <= 1:
-        return number
-    if unit is not None and (size := int(number * UNITS[unit])) > 0:
-        return size
-    raise click.BadParameter(
-        f"found {value!r}, wanted a share above 0 and at most 1 such as 0.9, or a size with its unit "
-        f"({', '.join(UNITS)}) such as 20GiB"
-    )
+    try:
+        return read_memory(value)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 class GroupedOption(click.Option):
@@ -85,7 +75,7 @@ def origins(context: click.Context) -> dict[str, str]:
     }
 
 
-def _group(heading: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> Callable[[F], F]:
+def group(heading: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> Callable[[F], F]:
     """One decorator for the options of a heading, in the order in which they are given."""
 
     def decorate(function: F) -> F:
@@ -96,13 +86,13 @@ def _group(heading: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> Ca
     return decorate
 
 
-def _option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+def option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     return names, {"shell_complete": COMPLETIONS.get(settings.get("metavar", "")), **settings}
 
 
-model_options = _group(
+model_options = group(
     "Model",
-    _option(
+    option(
         "-m",
         "--model",
         metavar="MODEL",
@@ -112,8 +102,8 @@ model_options = _group(
         show_envvar=True,
         help="Folder, .gguf file, Hub id, Hub repo/file.gguf, or a name from `tinyvllm models list`.",
     ),
-    _option("--revision", type=_text, metavar="REV", help="Branch, tag or commit of a Hub model."),
-    _option(
+    option("--revision", type=text, metavar="REV", help="Branch, tag or commit of a Hub model."),
+    option(
         "--dtype",
         type=click.Choice(get_args(AskedDtype)),
         default="auto",
@@ -123,42 +113,61 @@ model_options = _group(
     ),
 )
 
-prompt_options = _group(
+prompt_options = group(
     "Prompts",
-    _option(
+    option(
         "-t",
         "--template",
-        type=_some_text,
+        type=some_text,
         metavar="TEXT|@FILE",
         help="Prompt of a row: Jinja over its columns; @FILE.json is a list of messages (few-shot). A .csv file needs "
         "it, of a .jsonl file it makes rows.",
     ),
-    _option(
+    option(
         "-s",
         "--system",
-        type=_text,
+        type=text,
         metavar="TEXT|@FILE",
         help="System message for prompts and conversations that have none.",
     ),
-    _option("--raw", is_flag=True, help="Give prompts as they are, without chat template."),
-    _option(
+    option("--raw", is_flag=True, help="Give prompts as they are, without chat template."),
+    option(
         "--truncate",
         type=click.Choice(["left"]),
         help="Cut the start of raw prompts and ids that are too long, BOS kept; without it they are errors.",
     ),
-    _option("--id", type=_some_text, metavar="COLUMN", help="Column with the id of a row.  [default: custom_id]"),
-    _option(
+    option("--id", type=some_text, metavar="COLUMN", help="Column with the id of a row.  [default: custom_id]"),
+    option(
         "--keep",
-        type=_some_text,
+        type=some_text,
         multiple=True,
         metavar="COLUMN",
         help="Copy this column of a row to the metadata of its answer; '*' is all of them. May be repeated.",
     ),
 )
 
-answer_options = _group(
+MAX_TOKENS = option("--max-tokens", type=int, metavar="N", help="Tokens of an answer at most.  [default: 512]")
+STOP_AND_FORMS = (
+    option(
+        "--stop",
+        type=some_text,
+        multiple=True,
+        metavar="TEXT",
+        help="End the answer before this text; a line end is $'\\n' in most shells. May be repeated.",
+    ),
+    option(
+        "--choice",
+        type=text,
+        multiple=True,
+        metavar="TEXT",
+        help="The answer is one of these texts, each with its own --choice: --choice yes --choice no.",
+    ),
+    option("--json-schema", metavar="FILE", help="The answer is JSON, as the JSON Schema in this file describes it."),
+)
+
+answer_options = group(
     "Answers (a line's own fields win)",
-    _option(
+    option(
         "-n",
         "n",
         type=int,
@@ -166,24 +175,10 @@ answer_options = _group(
         help="Answers to each prompt, which those that run at once share; more than 1 needs a temperature.  "
         "[default: 1]",
     ),
-    _option("--max-tokens", type=int, metavar="N", help="Tokens of an answer at most.  [default: 512]"),
-    _option("--temperature", type=float, metavar="X", help="0 takes the likeliest token each time.  [default: 0]"),
-    _option(
-        "--stop",
-        type=_some_text,
-        multiple=True,
-        metavar="TEXT",
-        help="End the answer before this text; a line end is $'\\n' in most shells. May be repeated.",
-    ),
-    _option(
-        "--choice",
-        type=_text,
-        multiple=True,
-        metavar="TEXT",
-        help="The answer is one of these texts, each with its own --choice: --choice yes --choice no.",
-    ),
-    _option("--json-schema", metavar="FILE", help="The answer is JSON, as the JSON Schema in this file describes it."),
-    _option(
+    MAX_TOKENS,
+    option("--temperature", type=float, metavar="X", help="0 takes the likeliest token each time.  [default: 0]"),
+    *STOP_AND_FORMS,
+    option(
         "--seed",
         type=int,
         default=0,
@@ -191,26 +186,26 @@ answer_options = _group(
         show_default=True,
         help="Seed of the run: with it the same file gives the same answers.",
     ),
-    _option(
+    option(
         "--set",
-        type=_text,
+        type=text,
         multiple=True,
         metavar="NAME=VALUE",
         help="Any other field of a line, such as top_p=0.9: top_k, min_p, logprobs, regex, grammar, response_format, "
         "stop_token_ids, min_tokens, logit_bias, repetition_penalty, presence_penalty, frequency_penalty, "
         "chat_template_kwargs, ... (docs/lines.md). VALUE is JSON, else a string. May be repeated.",
     ),
-    _option("--model-sampling", is_flag=True, help="Start from the sampling in the model's generation_config.json."),
+    option("--model-sampling", is_flag=True, help="Start from the sampling in the model's generation_config.json."),
 )
 
-score_options = _group(
+score_options = group(
     "Scores",
-    _option("--tokens", is_flag=True, help="Write the logprob of each token, too."),
+    option("--tokens", is_flag=True, help="Write the logprob of each token, too."),
 )
 
-output_options = _group(
+output_options = group(
     "Output",
-    _option(
+    option(
         "-o",
         "--output",
         type=_output,
@@ -219,16 +214,16 @@ output_options = _group(
         show_default=True,
         help="Where the lines go; - is standard output.",
     ),
-    _option("--resume", is_flag=True, help="Keep what the output holds, and do the rest."),
-    _option("--overwrite", is_flag=True, help="Replace an output that exists."),
-    _option("--ordered", is_flag=True, help="Write in the order of the input, not in that of finishing."),
-    _option("--record", metavar="FILE", help="Run record: what was run and how far it is.  [default: OUTPUT.run.json]"),
-    _option("-q", "--quiet", is_flag=True, help="Say nothing but errors on standard error."),
+    option("--resume", is_flag=True, help="Keep what the output holds, and do the rest."),
+    option("--overwrite", is_flag=True, help="Replace an output that exists."),
+    option("--ordered", is_flag=True, help="Write in the order of the input, not in that of finishing."),
+    option("--record", metavar="FILE", help="Run record: what was run and how far it is.  [default: OUTPUT.run.json]"),
+    option("-q", "--quiet", is_flag=True, help="Say nothing but errors on standard error."),
 )
 
-format_options = _group(
+format_options = group(
     "Output",
-    _option(
+    option(
         "--format",
         type=click.Choice(["jsonl", "text"]),
         default="jsonl",
@@ -238,24 +233,24 @@ format_options = _group(
     ),
 )
 
-work_options = _group(
+work_options = group(
     "Work",
-    _option("--limit", type=click.IntRange(min=0), metavar="N", help="Only the first N requests."),
-    _option(
+    option("--limit", type=click.IntRange(min=0), metavar="N", help="Only the first N requests."),
+    option(
         "--shard",
         metavar="I/N",
         help="Only the requests whose index mod N is I, counted from 0: one part of N, each with its own output.",
     ),
-    _option(
+    option(
         "--dry-run",
         is_flag=True,
         help="Only check every line, count its tokens, and say which would fail. No weights are read.",
     ),
 )
 
-bench_options = _group(
+bench_options = group(
     "Workload",
-    _option(
+    option(
         "--workload",
         metavar="NAME|FILE",
         default="latency",
@@ -263,33 +258,32 @@ bench_options = _group(
         help="latency (one request), mixed (256), short (2,000) or prefix (512 behind one prefix), of random token ids "
         "and EOS ignored; or a .jsonl or .txt file as `tinyvllm run` takes it, without n.",
     ),
-    _option(
+    option(
         "--trials", type=click.IntRange(1, 1000), default=3, metavar="N", show_default=True, help="Runs that count."
     ),
-    _option(
+    option(
         "--random-weights",
         type=click.Choice(RANDOM_WEIGHTS),
         help="In the place of --model: the shape of this model, with random weights made where they are used.",
     ),
-    _option("--write", metavar="FOLDER", help="Write the random weights as a model folder, which is then timed too."),
+    option("--write", metavar="FOLDER", help="Write the random weights as a model folder, which is then timed too."),
 )
 
-result_options = _group(
+result_options = group(
     "Output",
-    _option("--json", metavar="FILE", help="Everything that was measured, each trial, and on what."),
-    _option("--trace", metavar="FILE", help="Steps, slots and queue of the middle trial, for ui.perfetto.dev."),
+    option("--json", metavar="FILE", help="Everything that was measured, each trial, and on what."),
+    option("--trace", metavar="FILE", help="Steps, slots and queue of the middle trial, for ui.perfetto.dev."),
 )
 
-machine_options = _group(
-    "Machine",
-    _option(
+MACHINE = (
+    option(
         "--backend",
         type=click.Choice(get_args(BackendName)),
         default="auto",
         show_default=True,
         help="What computes. auto is the GPU where an NVIDIA device is visible, and the CPU only where none is.",
     ),
-    _option(
+    option(
         "--gpu-memory",
         type=_share_or_size,
         default=str(GPU_MEMORY),
@@ -297,20 +291,20 @@ machine_options = _group(
         show_default=True,
         help="Memory of a GPU to take: a share of what is free, or a size such as 20GiB. Of no effect on a CPU.",
     ),
-    _option(
+    option(
         "--slots",
         type=click.IntRange(1, 2**16),
         metavar="N",
         help=f"Requests at once.  [default: {engine_defaults('gpu').slots} on a GPU, "
         f"{engine_defaults('cpu').slots} on a CPU]",
     ),
-    _option(
+    option(
         "--max-model-len",
         type=click.IntRange(1, 2**31 - 1),
         metavar="N",
         help="Tokens of a text at most, prompt and answer together.  [default: the model's, or what fits]",
     ),
-    _option(
+    option(
         "--kv-dtype",
         type=click.Choice(get_args(KVDtypeName)),
         default="auto",
@@ -318,11 +312,12 @@ machine_options = _group(
         help="How K and V are held. auto is as they are computed; fp8 takes about half of that on a GPU, and changes "
         "results a little. The CPU rounds them in the same way and holds float32.",
     ),
-    _option("--no-prefix-cache", is_flag=True, help="Compute each prompt anew, also where others begin alike."),
-    _option(
+    option("--no-prefix-cache", is_flag=True, help="Compute each prompt anew, also where others begin alike."),
+    option(
         "--threads",
         type=click.IntRange(1, 4096),
         metavar="N",
         help="Of the CPU backend.  [default: the CPUs this process may use]",
     ),
 )
+machine_options = group("Machine", *MACHINE)

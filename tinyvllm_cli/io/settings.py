@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +19,9 @@ from tinyvllm_cli.io.prompts import Defaults
 from tinyvllm_cli.io.source import STDIN
 from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys
 from tinyvllm_cli.types import SamplingParams
+
+if TYPE_CHECKING:
+    from tinyvllm_cli.text.codec import TextCodec
 
 
 def read_settings(options: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
@@ -76,6 +79,23 @@ def _refuse_several_forms(values: Mapping[str, Any], options: Mapping[str, Any])
     if len(given) > 1:
         *names, last = [_option(name) if options.get(name) is not None else f"--set {name}" for name in given]
         raise UsageError(f"{last} is given beside {' and '.join(names)}, wanted one of them: an answer has one form")
+
+
+def check_form(settings: Mapping[str, Any], codec: TextCodec, *, schema_file: str | None, by_choice: bool) -> None:
+    """UsageError where the form that the command gives cannot be had, in the words of a line's error.
+
+    settings: of read_settings(). schema_file: of --json-schema; by_choice: --choice is given. Else it is of --set.
+    """
+    constraint = read_constraint(settings)
+    if constraint is None:
+        return
+    try:
+        codec.grammars.check(constraint)
+    except RequestError as error:
+        reason = error.message.removeprefix(constraint.field)
+        if schema_file is not None:
+            raise UsageError(f"--json-schema: {schema_file}{reason}") from None
+        raise UsageError(f"--choice{reason}" if by_choice else f"--set: {error.message}") from None
 
 
 def _as_json(name: str, text: str) -> bytes:

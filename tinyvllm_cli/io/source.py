@@ -76,7 +76,7 @@ class _Raw(io.FileIO):
 def open_source(name: str) -> Source:
     """INPUT of `run`: a .jsonl, .csv or .txt file, or - for JSON lines on standard input; UsageError otherwise."""
     if name == "-":
-        return _open_stdin()
+        return open_stdin("JSON lines")
     path = Path(name)
     suffix = path.suffix.lower()
     if suffix not in {".jsonl", ".csv", ".txt"}:
@@ -91,13 +91,14 @@ def open_source(name: str) -> Source:
     return _source(name, fd, suffix=suffix, named=True)
 
 
-def _open_stdin() -> Source:
+def open_stdin(wanted: str) -> Source:
+    """Standard input. UsageError where it cannot be read; wanted: what is expected there."""
     try:
         readable = fcntl.fcntl(STDIN, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
     except OSError:
         readable = False
     if not readable:
-        raise UsageError("standard input cannot be read, wanted JSON lines there")
+        raise UsageError(f"standard input cannot be read, wanted {wanted} there")
     # Not sys.stdin: a reader that still waits would hold its lock when the interpreter ends.
     return _source("standard input", STDIN, suffix=".jsonl", named=False)
 
