@@ -174,8 +174,8 @@ def emulated_gpu(
         patch.setattr(backend, "tune", lambda *arguments: None)  # time is the card's
         for module in (driver, device):
             patch.setattr(module, "find_driver", lambda: driver.Driver((13, 0), 1, None))
-        for module in (packages, device):
-            patch.setattr(module, "require_packages", lambda driver: None)
+        patch.setattr(packages, "check_packages", lambda driver: ("CuPy", ""))
+        patch.setattr(device, "require_packages", lambda driver: None)
         patch.setattr(memory, "WORKSPACE", memory.ALIGNMENT)
         patch.setattr(
             backend, "load_kernels", lambda capability, *kind_and_cache, shared_limit: kernels(*kind_and_cache[:-1])

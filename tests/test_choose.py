@@ -39,7 +39,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, found: Driver | None, fault: str | 
             raise DeviceError(fault)
 
     monkeypatch.setattr(driver, "find_driver", lambda: found)
-    monkeypatch.setattr(packages, "require_packages", require)
+    monkeypatch.setattr(packages, "check_packages", require)
 
 
 # ---------------------------------------------------------------- the choice

@@ -14,7 +14,7 @@ from tiny import make_tiny_model
 
 from tinyvllm_cli import run_file
 from tinyvllm_cli.backends.cpu.backend import CpuBackend, CpuStep
-from tinyvllm_cli.backends.gpu import driver, packages
+from tinyvllm_cli.backends.gpu import device, driver, packages
 from tinyvllm_cli.backends.gpu.driver import Driver
 from tinyvllm_cli.config import EngineConfig
 from tinyvllm_cli.errors import DeviceError
@@ -51,7 +51,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         return StandIn(config, tensors, replace(engine, max_model_len=64), tokenizer_size=tokenizer_size)
 
     monkeypatch.setattr(driver, "find_driver", lambda: Driver((13, 0), 1, None))
-    monkeypatch.setattr(packages, "require_packages", lambda driver: None)
+    monkeypatch.setattr(packages, "check_packages", lambda driver: None)
+    monkeypatch.setattr(device, "open_card", lambda: None)
     gpu = ModuleType("tinyvllm_cli.backends.gpu.backend")
     gpu.open_gpu_backend = opening
     monkeypatch.setitem(sys.modules, gpu.__name__, gpu)
@@ -161,7 +162,7 @@ def test_a_gpu_that_cannot_be_used_ends_the_run_before_a_model_is_looked_for(
     def too_old(driver: Driver) -> None:
         raise DeviceError("the driver is too old: update it")
 
-    monkeypatch.setattr(packages, "require_packages", too_old)
+    monkeypatch.setattr(packages, "check_packages", too_old)
     out = tmp_path / "out.jsonl"
     assert run_here("run", write_lines(tmp_path / "in.jsonl", LINES), "-m", "/no/such/model", "-o", out) == 1
     assert capfd.readouterr().err == "error: the driver is too old: update it; or give --backend cpu\n"

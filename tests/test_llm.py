@@ -2,15 +2,20 @@
 
 import gc
 import json
+import multiprocessing
+import os
 import pickle
 import signal
 import threading
+import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from inspect import signature
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +23,7 @@ import pytest
 from command import by_id, read_answers, run_here, write_lines
 from tiny import CHAT_TEMPLATE, byte_ids, make_tiny_model
 
-from tinyvllm_cli import LLM, Completion, Request, RequestError, SamplingParams, UsageError, types
+from tinyvllm_cli import LLM, Completion, Request, RequestError, SamplingParams, TinyvllmError, UsageError, types
 from tinyvllm_cli.backends.cpu.backend import CpuBackend
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.io.constraints import read_params
@@ -137,6 +142,64 @@ def test_threads_share_a_model(llm: LLM):
     assert found == [wanted] * 4
 
 
+class Sized:
+    """What has a length and can be gone through once, as a bar of progress around a generator."""
+
+    def __init__(self, items: list[str]) -> None:
+        self.items = iter(items)
+        self.count = len(items)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.items
+
+
+def test_what_can_be_gone_through_once_is_not_looked_at_before(llm: LLM):
+    assert told(llm.generate(Sized(PROMPTS), SHORT)) == told(llm.generate(PROMPTS, SHORT))  # type: ignore[call-overload]
+
+
+def test_items_that_ask_the_model_themselves(llm: LLM):
+    def ids() -> Iterator[int]:
+        llm.score(["z"])
+        yield from byte_ids("one")
+
+    wanted = told(llm.generate([byte_ids("one")], SHORT))
+    assert told(llm.generate([ids()], SHORT)) == wanted  # type: ignore[list-item]
+
+
+def test_a_slow_iterator_holds_no_answer_up(llm: LLM):
+    told_before: list[int] = []
+
+    def slow() -> Iterator[str]:
+        for number in range(4):
+            told_before.append(len(answers))
+            time.sleep(0.1)
+            yield f"{number}"
+
+    answers: list[Completion] = []
+    for answer in llm.generate(slow(), SHORT):
+        answers.append(answer)
+    assert len(answers) == 4 and sum(told_before) > 0
+
+
+def test_another_process_is_told_to_make_its_own(llm: LLM):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        said = pool.apply_async(what_it_says, (id(llm),)).get(30)
+    assert said == "UsageError: this LLM was made in another process: make one in this process"
+    assert told(llm.generate(["x"], SHORT))[0][2]
+
+
+def what_it_says(of: int) -> str:
+    [llm] = [each for each in gc.get_objects() if id(each) == of]
+    try:
+        llm.generate(["x"])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def test_what_is_no_prompt_is_an_error_in_its_place(llm: LLM):
     wrong: list[Any] = [
         None,
@@ -170,7 +233,9 @@ def test_what_is_no_prompt_is_an_error_in_its_place(llm: LLM):
     [
         *[("generate", one) for one in ("text", b"x", [1, 2], np.array([1, 2]), {"prompt": "x"}, Request(prompt="x"))],
         *[("chat", one) for one in ("text", [{"role": "user", "content": "x"}], {"role": "user"})],
-        *[("score", one) for one in ("text", [1, 2], 5, None)],
+        *[("score", one) for one in ("text", [1, 2], 5, None, ("before", [" one", " two"]))],
+        *[(method, SimpleNamespace(keys=list)) for method in ("generate", "chat", "score")],  # as a data frame has it
+        *[("generate", one) for one in (bytearray(b"x"), memoryview(b"x"))],
     ],
 )
 def test_one_in_the_place_of_a_list_is_refused(llm: LLM, method: str, one: object):
@@ -246,17 +311,28 @@ def in_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None
     monkeypatch.setattr(CpuBackend, "step", stepped)
 
 
-def test_control_c_ends_a_call_and_not_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+class Deadline(BaseException):
+    """What a handler of the caller's raises."""
+
+
+@pytest.mark.parametrize("handler", ["^C", "a deadline"])
+@pytest.mark.parametrize("step", [1, 2, 7, 15])
+def test_what_a_signal_raises_ends_a_call_and_not_the_model(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, handler: str, step: int
+):
+    def late(*_: object) -> None:
+        raise Deadline
+
     wanted = told(llm.generate(PROMPTS, HOT))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    kind, raised = (signal.SIGINT, KeyboardInterrupt) if handler == "^C" else (signal.SIGUSR1, Deadline)
+    before = signal.signal(kind, signal.default_int_handler if handler == "^C" else late)
     try:
         with monkeypatch.context() as patch:
-            in_step(patch, 4, lambda: signal.raise_signal(signal.SIGINT))
-            with pytest.raises(KeyboardInterrupt):
+            in_step(patch, step, lambda: os.kill(os.getpid(), kind))
+            with pytest.raises(raised):
                 llm.generate(PROMPTS, HOT)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(kind, before)
     assert told(llm.generate(PROMPTS, HOT)) == wanted
     llm._calls._engine.check()
 
@@ -266,17 +342,36 @@ def test_a_device_that_fails_loses_no_answer(model: Path, monkeypatch: pytest.Mo
     def fail() -> None:
         raise error
 
+    prompts, raised = PROMPTS * 9, DeviceError if isinstance(error, DeviceError) else TinyvllmError
     with LLM(model, slots=2, backend="cpu") as llm:
-        wanted = told(llm.generate(PROMPTS, SHORT))
-        in_step(monkeypatch, 18, fail)
-        answers = llm.generate(PROMPTS, SHORT)
+        wanted = told(llm.generate(prompts, SHORT))
+        in_step(monkeypatch, 40, fail)
+        answers = llm.generate(prompts, SHORT)
         failed = [answer for answer in answers if answer.error and answer.error.type == "internal"]
-        assert 0 < len(failed) < len(PROMPTS) - 1 and all(str(error) in str(answer.error) for answer in failed)
+        assert 0 < len(failed) < len(prompts) - 1 and all(str(error) in str(answer.error) for answer in failed)
         assert [a for a in told(answers) if not a[5]] == [
             w for w, a in zip(wanted, answers, strict=True) if not a.error
         ]
-        with pytest.raises(type(error), match=str(error)):
-            llm.generate(["x"])
+        depths = []
+        for _ in range(3):
+            with pytest.raises(raised, match=f"{error}; make another LLM") as caught:
+                llm.generate(["x"])
+            depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
+        assert len(set(depths)) == 1, "it is a new one each time"
+
+
+def test_an_iterator_of_a_device_that_fails_tells_what_it_can_and_then_why(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail() -> None:
+        raise DeviceError("it fell off the bus")
+
+    answers: list[Completion] = []
+    with LLM(model, slots=2, backend="cpu") as llm:
+        in_step(monkeypatch, 40, fail)
+        with pytest.raises(DeviceError, match="fell off the bus"):
+            answers.extend(llm.generate(iter(PROMPTS * 9), SHORT))  # what comes before the error is taken
+    assert any(answer.error is None for answer in answers) and answers[-1].error is not None
 
 
 def test_two_models_one_after_the_other_give_the_memory_back(model: Path):
@@ -295,6 +390,17 @@ def test_two_models_one_after_the_other_give_the_memory_back(model: Path):
     del llm, other  # the second was never closed
     gc.collect()
     assert [ref() for ref in (*held, *held_too)] == [None] * 4
+
+
+def test_an_iterator_keeps_its_model(model: Path):
+    def answers() -> Iterator[Completion]:
+        return LLM(model, slots=2).generate(iter(PROMPTS), SHORT)
+
+    running, stream = answers(), LLM(model, slots=2).stream("x", SHORT)
+    gc.collect()
+    assert len(list(running)) == len(PROMPTS)
+    text = "".join(delta.text for delta in stream)
+    assert stream.completion is not None and text == stream.completion.text
 
 
 def test_a_closed_model_says_so(model: Path):
@@ -320,12 +426,18 @@ def test_a_closed_model_says_so(model: Path):
         ({"gpu_memory": "lots"}, "found 'lots', wanted a share"),
         ({"gpu_memory": None}, "gpu_memory is None, wanted a share"),
         ({"seed": -1}, "seed is -1, wanted an integer from 0"),
-        ({"seed": "x"}, "seed is x, wanted an integer from 0"),
+        ({"seed": "5"}, 'seed is "5", wanted an integer from 0'),
+        ({"slots": True}, "slots is True, wanted an integer"),
+        ({"gpu_memory": True}, "gpu_memory is True, wanted a share"),
+        ({"prefix_cache": "no"}, "prefix_cache is 'no', wanted one of True, False"),
+        ({"system": 5}, r"system is 5 \(int\), wanted a text"),
+        ({"system": "half \ud800"}, "system holds half of a surrogate pair"),
+        ({"model": b"x"}, "model is b'x', wanted a text or a path"),
     ],
 )
 def test_arguments_that_cannot_be(model: Path, arguments: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        LLM(model, **arguments)
+        LLM(**{"model": model} | arguments)
 
 
 def test_scores_of_ids_are_those_of_their_texts(llm: LLM):
@@ -333,6 +445,16 @@ def test_scores_of_ids_are_those_of_their_texts(llm: LLM):
     texts, ids = ["a text", ("before", [" one", " two"])], [bos + byte_ids("a text")]
     pair = (bos + byte_ids("before"), [byte_ids(" one"), byte_ids(" two")])
     assert [answer.scores for answer in llm.score(texts)] == [answer.scores for answer in llm.score([*ids, pair])]  # type: ignore[call-overload]
+
+
+def test_ids_behind_a_context_may_be_one_more_than_the_model_holds(llm: LLM):
+    """The last one is told about and never fed; it has the score that it has behind less."""
+    ids = byte_ids("ab" * 200)
+    full, longer = llm.score([(ids[:200], [ids[200 : 200 + count]]) for count in (56, 57)])
+    assert full.error is None and longer.error is None
+    assert longer.scores[0].token_logprobs[:56] == pytest.approx(full.scores[0].token_logprobs, abs=1e-4)
+    [too_long] = llm.score([(ids[:200], [ids[200:258]])])
+    assert too_long.error is not None and too_long.error.type == "prompt_too_long"
 
 
 # ---------------------------------------------------------------- SamplingParams
@@ -364,6 +486,7 @@ def test_none_is_not_given_and_numpy_is_taken():
     assert SamplingParams(temperature=None, stop=None, max_tokens=None) == SamplingParams()
     numpy = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3), stop_token_ids=np.array([1, 2]))  # type: ignore[arg-type]
     assert numpy == SamplingParams(temperature=0.5, max_tokens=3, stop_token_ids=(1, 2))
+    assert SamplingParams(logit_bias={np.int64(5): np.float32(1)}) == SamplingParams(logit_bias=[(5, 1.0)])  # type: ignore[dict-item]
 
 
 def test_copies_are_equal_and_checked():
@@ -387,6 +510,31 @@ def test_what_is_no_json_is_refused(value: Any):
     circle.append(circle)
     with pytest.raises(ValueError, match="json_schema is "):
         SamplingParams(json_schema={"enum": circle})
+
+
+def test_what_shows_itself_badly_is_refused_too():
+    class Shy:
+        def __repr__(self) -> str:
+            raise RuntimeError("not me")
+
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    for value in (Shy(), deep, {"enum": deep}, 10**5000):
+        with pytest.raises(ValueError, match="is "):
+            SamplingParams(json_schema=value)
+    with pytest.raises(ValueError, match=r"stop is \{'a'\}, wanted a text or a list of texts"):
+        SamplingParams(stop={"a"})  # type: ignore[arg-type]
+
+
+def test_errors_params_and_answers_go_to_other_processes(llm: LLM):
+    with pytest.raises(RequestError, match="wanted at most") as caught:
+        _ = llm.generate(["x" * 300])[0].text
+    for one in (caught.value, UsageError("x"), *llm.generate(["a", None], SHORT), HOT, Request(prompt="x", params=HOT)):  # type: ignore[list-item]
+        again = pickle.loads(pickle.dumps(one))
+        assert type(again) is type(one) and (again == one or str(again) == str(one))
+    with pytest.raises(TypeError, match="an LLM is neither copied nor pickled"):
+        pickle.dumps(llm)
 
 
 def test_answers_have_their_form(llm: LLM):

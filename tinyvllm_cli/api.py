@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
 
 from tinyvllm_cli import types
 from tinyvllm_cli.errors import RequestError, UsageError
 from tinyvllm_cli.io.constraints import read_params
-from tinyvllm_cli.io.fields import PROMPT_KINDS, read_field, refuse_equal_answers
+from tinyvllm_cli.io.fields import FIELDS, PROMPT_KINDS, read_field, refuse_equal_answers
 from tinyvllm_cli.io.messages import read_messages
 from tinyvllm_cli.io.strict import refuse_deep
 from tinyvllm_cli.types import DEFAULT_MAX_TOKENS, Constraint
@@ -59,17 +59,17 @@ class SamplingParams(types.SamplingParams):
     ) -> None:
         given = {name: value for name, value in locals().items() if value is not None and name not in NOT_FIELDS}
         try:
-            if logit_bias is not None:  # pairs where another one is copied
-                given["logit_bias"] = dict(logit_bias)
+            if logit_bias is not None:
+                given["logit_bias"] = _bias(logit_bias)
             values = read_params({name: _read(name, value) for name, value in given.items()})
-            if constraint is not None:
+            if constraint is not None:  # of another one that is copied
+                if not isinstance(constraint, Constraint):
+                    raise _wrong("constraint", constraint, "json_schema, regex, grammar or choice in its place")
                 values.setdefault("constraint", constraint)
             super().__init__(**values)
             refuse_equal_answers(self)
         except RequestError as error:
             raise UsageError(error.message) from None
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"logit_bias is {_shown(logit_bias)}: {error}") from None
 
 
 NOT_FIELDS = {"self", "constraint", "__class__"}
@@ -88,7 +88,7 @@ class Request:
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt_token_ids: Sequence[int] | None = None
     custom_id: str | int | None = None
-    params: types.SamplingParams | None = None
+    params: SamplingParams | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False
 
@@ -100,8 +100,10 @@ def prompt_request(item: object, request_id: int, place: int, params: types.Samp
     """
     if isinstance(item, str):
         item = Request(prompt=item)
-    elif isinstance(item, Iterable) and not isinstance(item, (Mapping, bytes)):
+    elif _is_list(item):
         item = Request(prompt_token_ids=list(item))
+        if item.prompt_token_ids and all(isinstance(part, Mapping) for part in item.prompt_token_ids):
+            raise _wrong("the prompt", item.prompt_token_ids, "Request(messages=...) for a conversation")
     if not isinstance(item, Request):
         raise _wrong("the prompt", item, "a text, a list of token ids or a Request")
     return _request(item, request_id, place, params, raw=item.prompt is not None)
@@ -111,7 +113,7 @@ def chat_request(item: object, request_id: int, place: int, params: types.Sampli
     """Of a list of messages, the text of a user's message, or a Request. place, errors: as of prompt_request()."""
     if isinstance(item, str):
         item = Request(prompt=item)
-    elif isinstance(item, Iterable) and not isinstance(item, (Mapping, bytes)):
+    elif _is_list(item):
         item = Request(messages=list(item))
     if not isinstance(item, Request):
         raise _wrong("the conversation", item, "a list of messages, a text or a Request")
@@ -121,9 +123,9 @@ def chat_request(item: object, request_id: int, place: int, params: types.Sampli
 def score_request(item: object, request_id: int, place: int) -> types.Request:
     """Of a text or token ids, or a pair of a context and the continuations that are scored behind it, all of them texts
     or all lists of token ids. place, errors: as of prompt_request()."""
-    if isinstance(item, tuple) and len(item) == 2 and not all(isinstance(part, Integral) for part in item):
+    if isinstance(item, (tuple, list)) and is_pair(item):
         context, continuations = item
-        if isinstance(continuations, str) or not isinstance(continuations, Iterable):
+        if not _is_list(continuations):
             raise _wrong("the continuations", continuations, "a list")
         behind = tuple(_text_or_ids(each, "continuations") for each in continuations)
         if not behind:
@@ -152,7 +154,7 @@ def _request(item: Request, request_id: int, place: int, params: types.SamplingP
         raise RequestError("invalid_value", f"{found}, wanted exactly one of {', '.join(PROMPT_KINDS)}")
     if "messages" in values:
         values["messages"] = read_messages(values["messages"])
-    if item.params is not None and not isinstance(item.params, types.SamplingParams):
+    if item.params is not None and not isinstance(item.params, SamplingParams):
         raise _wrong("params", item.params, "SamplingParams")
     own_id = values.pop("custom_id", None)
     return types.Request(
@@ -172,9 +174,19 @@ def _read(name: str, value: object) -> Any:
     try:
         raw = json.dumps(value, default=_plain).encode()
     except (TypeError, ValueError, RecursionError) as error:  # no JSON, or a circle
-        raise RequestError("invalid_value", f"{name} is {_shown(value)}, which is no JSON: {error}", name) from None
+        wanted = f"{FIELDS[name].wanted} ({error})"
+        raise RequestError("invalid_value", f"{name} is {_shown(value)}, wanted {wanted}", name) from None
     refuse_deep(raw, name)
     return read_field(name, raw)
+
+
+def _bias(bias: Mapping[int, float] | Iterable[tuple[int, float]]) -> object:
+    """Pairs, as another one has them, made a mapping; ids of NumPy made Python's."""
+    try:
+        pairs = bias.items() if isinstance(bias, Mapping) else [(id, value) for id, value in bias]
+        return {int(id) if isinstance(id, Integral) else id: value for id, value in pairs}
+    except (TypeError, ValueError):
+        return bias
 
 
 def _plain(value: Any) -> Any:
@@ -186,7 +198,7 @@ def _plain(value: Any) -> Any:
         return tolist()
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
         return list(value)
     raise TypeError(f"a {type(value).__name__} stands in it")
 
@@ -195,10 +207,43 @@ def _text_or_ids(value: object, name: str) -> str | tuple[int, ...]:
     if isinstance(value, str):
         _refuse_half_pairs(name, value)
         return value
-    if isinstance(value, Iterable) and not isinstance(value, (Mapping, bytes)):
-        ids: tuple[int, ...] = _read("prompt_token_ids", list(value))
+    if _is_list(value):
+        try:
+            ids: tuple[int, ...] = _read("prompt_token_ids", list(value))
+        except RequestError as error:  # whose field nobody has written
+            raise RequestError(error.type, error.message.replace("prompt_token_ids", name), name) from None
         return ids
     raise _wrong(name, value, "a text or a list of token ids")
+
+
+def is_pair(item: Sequence[Any]) -> bool:
+    """Whether two are a context and its continuations: a text or ids, and a list of such."""
+    return len(item) == 2 and not isinstance(item[0], Integral) and _is_list(item[1])
+
+
+def read_text(name: str, text: object) -> str:
+    """UsageError where it is none."""
+    try:
+        if not isinstance(text, str):
+            raise _wrong(name, text, "a text")
+        _refuse_half_pairs(name, text)
+    except RequestError as error:
+        raise UsageError(error.message) from None
+    return text
+
+
+def read_seed(seed: object) -> int:
+    """UsageError where it is none."""
+    try:
+        number: int = _read("seed", seed)
+    except RequestError as error:
+        raise UsageError(error.message) from None
+    return number
+
+
+def _is_list(value: object) -> TypeGuard[Iterable[Any]]:
+    """Of several things in an order: no text, no bytes, no mapping, no set."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, memoryview, Mapping, Set))
 
 
 def _refuse_half_pairs(name: str, text: str) -> None:
@@ -214,5 +259,8 @@ def _wrong(name: str, value: object, wanted: str) -> RequestError:
 
 
 def _shown(value: object) -> str:
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # it is too deep, or too long, or somebody else's
+        return f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."

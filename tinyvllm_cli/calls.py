@@ -1,141 +1,203 @@
-"""A model for the calls of several iterators and threads: their requests share its steps, each is told of its own."""
+"""A model for the calls of several iterators and threads: their requests share its steps, each is told of its own.
+
+Everything that touches the engine runs on one thread of its own, job after job. So threads need no lock, and what
+breaks off in the caller's thread (^C, a signal handler that raises, a deadline) never leaves a step half done: the job
+goes on to its end, and what came of it waits for those whom it concerns.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import os
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
-from tinyvllm_cli.engine.failures import as_failure
 from tinyvllm_cli.engine.scoring import ScoringEngine
-from tinyvllm_cli.errors import DeviceError, UsageError
+from tinyvllm_cli.errors import DeviceError, RequestError, TinyvllmError, UsageError
 from tinyvllm_cli.load import new_engine
 from tinyvllm_cli.types import Completion, Delta, Event, Failure, Request
-from tinyvllm_cli.uninterrupted import uninterrupted
 
 if TYPE_CHECKING:
     from tinyvllm_cli.engine.engine import Engine
     from tinyvllm_cli.load import LoadedModel
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Make: TypeAlias = Callable[[Any, int, int], Request]  # of what a caller gives, a request_id, and its place
 
+PULL_S = 0.01  # of asking for items while there is something to do; then the engine makes a step
 
-@dataclasses.dataclass(eq=False, slots=True)
+
+@dataclass(eq=False, slots=True)
 class Call:
     """What is wanted, and what has come of it."""
 
     make: Make
     scores: bool = False
     streams: bool = False  # the pieces of answers are wanted too
-    open: set[int] = dataclasses.field(default_factory=set)  # request_ids that are not told yet
-    ready: deque[Event] = dataclasses.field(default_factory=deque)
+    listed: bool = False  # every item is to be told of, also where the engine fails under way
+    open: set[int] = field(default_factory=set)  # request_ids that are not told yet
+    ready: deque[Event] = field(default_factory=deque)
+    room: int = 0  # for so many more items
+    failure: Failure | None = None  # of the engine, while something was under way
 
 
 class Calls:
     """The calls under way on a model. Answers and scores need engines of two kinds, of which there is one at a time."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        """loaded: with an engine that tells no deltas."""
+        """loaded: with an engine that tells no deltas; closed with this, or when nobody holds this any more."""
         self._loaded = loaded
         self._engine: Engine | ScoringEngine = loaded.engine
         self._owners: dict[int, tuple[Call, int]] = {}  # by request_id: whose it is, and its place there
         self._streams: set[int] = set()  # those of them whose pieces are wanted
-        self._dropped: deque[int] = deque()  # those of them that nobody waits for any more
+        self._left: deque[Call] = deque()  # calls that nobody waits for any more
         self._ids = itertools.count()
-        self._lock = threading.RLock()
-        self._fault: Exception | None = None  # why there are no further steps
+        self._fault: Callable[[], TinyvllmError] | None = None  # why there are no further steps
+        self._process = os.getpid()
+        self._thread: int | None = None
+        self._worker = ThreadPoolExecutor(1, "tinyvllm")
+        self._give_back = weakref.finalize(self, _close, loaded, self._process)
+        self._give_back.atexit = False  # the end of the process gives all back, and somebody may still ask
 
     def events(self, call: Call, items: Iterator[Any]) -> Generator[Event]:
         """What comes of the items, request_id the place of each among them. Ends early where it is closed.
 
-        Raises what the items raise, UsageError once this is closed, and the error that ended the engine before.
+        Raises what the items raise, UsageError once this is closed, and why the engine ended before.
         """
         numbered, more = enumerate(items), True
         try:
+            call.room = self._do(self._open, call)
             while more or call.open or call.ready:
                 while call.ready:
                     yield call.ready.popleft()
-                while more and self._wants_more(call):
-                    place, item = next(numbered, (-1, None))
-                    more = place >= 0
-                    if more:
-                        self._add(call, place, item)
-                if call.open or more:  # the queue is full, perhaps with what other calls want
-                    self._step(call)
+                requests: list[tuple[int, Request]] = []
+                started = time.monotonic()
+                if more:
+                    more = self._pull(call, numbered, requests)
+                asked_until = time.monotonic()
+                while requests or call.open or more:
+                    call.room = self._do(self._advance, call, requests)
+                    requests = []
+                    # Items that are slow to come hold up no answers: steps get as much time as they.
+                    if call.ready or not call.open or time.monotonic() - asked_until > asked_until - started:
+                        break
         finally:
-            # Perhaps inside a step, where the collector has found an iterator that nobody holds: this only takes note.
-            self._dropped.extend(call.open)
+            self._left.append(call)
 
     def close(self) -> None:
         """End what is under way; iterators that are open raise UsageError."""
-        with self._lock:
-            if self._fault is None:
-                self._dropped.extend(self._owners)
-                self._finish_steps()
-                self._fault = UsageError("this LLM is closed: make another one")
-            if not isinstance(self._engine, ScoringEngine):
-                self._engine.close()
+        if self._process == os.getpid() and self._give_back.alive:
+            self._do(self._end_all)
+            self._give_back()
+            self._worker.shutdown()
 
-    def _wants_more(self, call: Call) -> bool:
-        with self._lock:
-            self._switch(scores=call.scores)
-            return self._engine.wants_more
+    # ---------------------------------------------------------------- on the caller's thread
 
-    def _add(self, call: Call, place: int, item: Any) -> None:
-        with self._lock:
-            self._switch(scores=call.scores)
-            request_id = next(self._ids)
+    def _do(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Have a job done on the engine's thread."""
+        if os.getpid() != self._process:
+            raise UsageError("this LLM was made in another process: make one in this process")
+        if threading.get_ident() == self._thread:  # a finalizer that the collector runs there would wait for itself
+            raise UsageError("this LLM is in the middle of a step: ask it from elsewhere")
+        try:
+            future = self._worker.submit(job, *args, **kwargs)
+        except RuntimeError:  # the worker has ended, or the interpreter is about to
+            raise _closed() from None
+        return future.result()
+
+    def _pull(self, call: Call, numbered: Iterator[tuple[int, Any]], requests: list[tuple[int, Request]]) -> bool:
+        """Ask for as many items as there is room for, or fewer where they are slow; False where there are no more. One
+        that is no request has its error at once."""
+        started = time.monotonic()
+        while len(requests) < call.room:
+            place, item = next(numbered, (-1, None))
+            if place < 0:
+                return False
             try:
-                request = call.make(item, request_id, place)
-            except Exception as error:
-                call.ready.append(_failed(place, as_failure(error), item))
-                return
-            self._owners[request_id] = call, place
-            call.open.add(request_id)
-            if not isinstance(self._engine, ScoringEngine):
-                if call.streams:
-                    self._streams.add(request_id)
-                # Pieces cost the host about as much as all else: they are made while somebody wants some.
-                self._engine.deltas = bool(self._streams)
-            self._engine.add(request)
+                if call.failure is not None:
+                    call.ready.append(_failed(place, call.failure, item))
+                else:
+                    requests.append((place, call.make(item, next(self._ids), place)))
+            except RequestError as error:
+                call.ready.append(_failed(place, Failure(error.type, error.message, error.field), item))
+            except Exception as error:  # what the item itself raises
+                message = " ".join(f"it cannot be read: {type(error).__name__}: {error}".split())
+                call.ready.append(_failed(place, Failure("invalid_value", message), item))
+            if call.ready or ((call.open or requests) and time.monotonic() - started > PULL_S):
+                break
+        return True
 
-    def _step(self, call: Call) -> None:
-        """Let the engine make a step, where nothing has come yet of what the call waits for."""
-        with self._lock:
-            if call.ready:
-                return
-            if self._fault is not None:
-                raise self._fault
-            self._make_step()
+    # ---------------------------------------------------------------- on the engine's thread
+
+    def _open(self, call: Call) -> int:
+        """Room for the items of a call that begins."""
+        self._thread = threading.get_ident()
+        self._forget_left()
+        self._switch(scores=call.scores)
+        return self._room()
+
+    def _advance(self, call: Call, requests: list[tuple[int, Request]]) -> int:
+        """Add requests, and make a step where nothing has come yet of what the call waits for; room for more."""
+        self._forget_left()
+        if call.failure is None or not call.listed:  # else it is told of each item what became of it
+            self._switch(scores=call.scores)
+            for place, request in requests:
+                self._add(call, place, request)
+            if not call.ready:
+                self._make_step()
+        elif requests:
+            call.ready.extend(_failed(place, call.failure, request) for place, request in requests)
+        return self._room()
+
+    def _room(self) -> int:
+        """Items to ask for at a time: few, so that the next ones are asked for when slots are free."""
+        wants_more = self._fault is not None or self._engine.wants_more
+        return self._loaded.backend.limits.max_slots if wants_more else 0
+
+    def _forget_left(self) -> None:
+        while self._left:
+            for request_id in self._left.popleft().open:
+                if request_id in self._owners:
+                    del self._owners[request_id]
+                    self._streams.discard(request_id)
+                    self._engine.abort(request_id)
+
+    def _add(self, call: Call, place: int, request: Request) -> None:
+        if not isinstance(self._engine, ScoringEngine):
+            if call.streams:
+                self._streams.add(request.request_id)
+            # Pieces cost the host about as much as all else: they are made while somebody wants some.
+            self._engine.deltas = bool(self._streams)
+        self._engine.add(request)
+        self._owners[request.request_id] = call, place
+        call.open.add(request.request_id)
 
     def _make_step(self) -> None:
-        while self._dropped:
-            request_id = self._dropped.popleft()
-            self._owners.pop(request_id, None)  # there is none where it was told since
-            self._streams.discard(request_id)
-            self._engine.abort(request_id)
-        with uninterrupted():
-            try:
-                events = self._engine.step()
-            except Exception as error:
-                self._fail(error)
-                return
-            for event in events:
-                call, place = self._owners[event.request_id]
-                if isinstance(event, Completion):
-                    self._end(event.request_id, dataclasses.replace(event, request_id=place))
-                elif call.streams:
-                    call.ready.append(Delta(place, event.index, event.token_ids, event.text))
+        try:
+            events = self._engine.step()
+        except Exception as error:
+            self._fail(error)
+            return
+        for event in events:
+            call, place = self._owners[event.request_id]
+            if isinstance(event, Completion):
+                self._tell(event.request_id, replace(event, request_id=place))
+            elif call.streams:
+                call.ready.append(Delta(place, event.index, event.token_ids, event.text))
 
     def _switch(self, *, scores: bool) -> None:
         """The engine of a kind; a new one takes nothing for known of the blocks that the other kind filled."""
         if self._fault is None and scores != isinstance(self._engine, ScoringEngine):
             self._finish_steps()
         if self._fault is not None:
-            raise self._fault
+            raise self._fault()
         if scores == isinstance(self._engine, ScoringEngine):
             return
         loaded = self._loaded
@@ -152,20 +214,42 @@ class Calls:
 
     def _fail(self, error: Exception) -> None:
         """The engine cannot go on: all that is under way ends with an error."""
-        self._fault = error
-        if isinstance(error, DeviceError):
-            failure = Failure("internal", f"the GPU failed under way: {error}")
-        else:
-            message = " ".join(f"the engine failed under way: {type(error).__name__}: {error}".split())
-            failure = Failure("internal", message)
-        for request_id, (_, place) in list(self._owners.items()):
-            self._end(request_id, _failed(place, failure))
+        of_device = isinstance(error, DeviceError)
+        what = (
+            f"the GPU failed under way: {error}" if of_device else f"the engine failed: {type(error).__name__}: {error}"
+        )
+        message = " ".join(what.split())
+        kind = DeviceError if of_device else TinyvllmError
+        self._fault = lambda: kind(f"{message}; make another LLM{' in another process' * of_device}")
+        failure = Failure("internal", message)
+        for request_id, (call, place) in list(self._owners.items()):
+            call.failure = failure
+            self._tell(request_id, _failed(place, failure))
 
-    def _end(self, request_id: int, completion: Completion) -> None:
+    def _tell(self, request_id: int, completion: Completion) -> None:
         call, _ = self._owners.pop(request_id)
         call.open.discard(request_id)
         call.ready.append(completion)
         self._streams.discard(request_id)
+
+    def _end_all(self) -> None:
+        if self._fault is None:
+            for request_id in self._owners:
+                self._engine.abort(request_id)
+            self._owners.clear()
+            self._finish_steps()
+        self._fault = _closed
+        if not isinstance(self._engine, ScoringEngine):
+            self._engine.close()
+
+
+def _closed() -> UsageError:
+    return UsageError("this LLM is closed: make another one")
+
+
+def _close(loaded: LoadedModel, process: int) -> None:
+    if os.getpid() == process:  # a forked one has no part in the device
+        loaded.close()
 
 
 def _failed(place: int, failure: Failure, item: object = None) -> Completion:

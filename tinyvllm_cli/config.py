@@ -58,10 +58,10 @@ class ModelConfig:
     dtype: DtypeName = "float32"  # of the stored weights; float32 for quantized files
 
 
-def refuse_others(name: str, value: object, wanted: Sequence[str]) -> None:
+def refuse_others(name: str, value: object, wanted: Sequence[object]) -> None:
     """UsageError where a value is none of those that are wanted."""
     if value not in wanted:
-        raise UsageError(f"{name} is {value!r}, wanted one of {', '.join(wanted)}")
+        raise UsageError(f"{name} is {value!r}, wanted one of {', '.join(map(str, wanted))}")
 
 
 def read_memory(text: str) -> float | int:
@@ -95,11 +95,18 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name, most in MOST.items():
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and 1 <= value <= most):
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise UsageError(f"{name} is {value!r}, wanted an integer from 1 to {most}")
         memory = self.gpu_memory
-        if not isinstance(memory, int | float) or not 0 < memory <= (1 if isinstance(memory, float) else math.inf):
+        if (
+            isinstance(memory, bool)
+            or not isinstance(memory, int | float)
+            or not 0 < memory <= (1 if isinstance(memory, float) else math.inf)
+        ):
             raise UsageError(f"gpu_memory is {memory!r}, wanted a share above 0.0 and at most 1.0, or bytes")
+        refuse_others("prefix_cache", self.prefix_cache, (True, False))
         refuse_others("dtype", self.dtype, get_args(AskedDtype))
         refuse_others("kv_dtype", self.kv_dtype, get_args(KVDtypeName))
 

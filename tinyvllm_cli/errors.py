@@ -1,6 +1,6 @@
 """The errors a user can meet, and the exit code that belongs to each."""
 
-from typing import Literal
+from typing import Any, Literal
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # could not start or finish: model, memory, disk, device
@@ -60,3 +60,6 @@ class RequestError(Exception):
         self.type: FailureType = type
         self.message = message
         self.field = field
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RequestError, (self.type, self.message, self.field)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from numbers import Integral
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, overload
 
-from tinyvllm_cli.api import Request, chat_request, prompt_request, score_request
+from tinyvllm_cli.api import (
+    Request,
+    SamplingParams,
+    chat_request,
+    is_pair,
+    prompt_request,
+    read_seed,
+    read_text,
+    score_request,
+)
 from tinyvllm_cli.backends.choose import BackendName
 from tinyvllm_cli.calls import Call, Calls
 from tinyvllm_cli.config import GPU_MEMORY, AskedDtype, EngineOptions, KVDtypeName, read_memory
 from tinyvllm_cli.errors import RequestError, UsageError
-from tinyvllm_cli.io.fields import read_field
 from tinyvllm_cli.load import load, prepare
 from tinyvllm_cli.said import warn
 from tinyvllm_cli.text.tokenizer import Tokenizer
-from tinyvllm_cli.types import Completion, Delta, Event, SamplingParams
+from tinyvllm_cli.types import Completion, Delta, Event
 
 if TYPE_CHECKING:
     from tinyvllm_cli.text.chat_template import ChatTemplate
@@ -66,10 +73,8 @@ class LLM:
         ModelError for whatever the model's files lack, DeviceError where the GPU cannot be used, UsageError, which is a
         ValueError, for arguments that cannot be.
         """
-        try:
-            read_field("seed", str(seed).encode())
-        except RequestError as error:
-            raise UsageError(error.message) from None
+        if not isinstance(model, str | PathLike):
+            raise UsageError(f"model is {model!r}, wanted a text or a path")
         options = EngineOptions(
             slots=slots,
             dtype=dtype,
@@ -78,8 +83,9 @@ class LLM:
             threads=threads,
             gpu_memory=read_memory(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory,
             prefix_cache=prefix_cache,
-            seed=seed,
+            seed=read_seed(seed),
         )
+        system = None if system is None else read_text("system", system)
         prepared = prepare(
             fspath(model), revision=revision, backend=backend, config=options, system=system, report=warn
         )
@@ -89,7 +95,6 @@ class LLM:
             prepared.close()
             raise
         self._calls = Calls(self._loaded)
-        self._give_back = weakref.finalize(self, self._loaded.close)
 
     # ---------------------------------------------------------------- what there is
 
@@ -110,7 +115,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """encode(text, add_bos=...) -> ids, decode(ids) -> text."""
+        """encode(text) -> ids as of generate(), decode(ids) -> text."""
         return self._loaded.codec.tokenizer
 
     @property
@@ -136,8 +141,8 @@ class LLM:
         them as they finish, `request_id` their place in it, from 0; it asks for prompts as slots get free, and closed
         early it drops what is running.
         """
-        _refuse_single("prompts", prompts, Integral)
-        return self._answers(prompts, Call(partial(prompt_request, params=_checked(params))))
+        several = _several("prompts", prompts, Integral)
+        return self._answers(several, Call(partial(prompt_request, params=_checked(params))))
 
     @overload
     def chat(self, conversations: Sequence[Conversation], params: SamplingParams | None = None) -> list[Completion]: ...
@@ -151,8 +156,8 @@ class LLM:
         """Answer conversations through the model's chat template: each a list of messages ({"role", "content"}), the
         text of a user's message, or a Request. Lists and iterators as of generate().
         """
-        _refuse_single("conversations", conversations, Mapping)
-        return self._answers(conversations, Call(partial(chat_request, params=_checked(params))))
+        several = _several("conversations", conversations, Mapping)
+        return self._answers(several, Call(partial(chat_request, params=_checked(params))))
 
     @overload
     def score(self, texts: Sequence[Scored]) -> list[Completion]: ...
@@ -166,8 +171,10 @@ class LLM:
         Scores wait for the answers that are being made, and the other way round; what is cached of prompts is lost
         between them.
         """
-        _refuse_single("texts", texts, Integral)
-        return self._answers(texts, Call(score_request, scores=True))
+        several = _several("texts", texts, Integral)
+        if isinstance(texts, tuple) and is_pair(texts) and all(isinstance(each, str) for each in (texts[0], *texts[1])):
+            raise TypeError("texts is one pair, wanted a list or an iterator of them: [pair]")
+        return self._answers(several, Call(score_request, scores=True))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """The answer to a prompt of generate(), in pieces as it is made. A Request with messages is a conversation."""
@@ -177,7 +184,6 @@ class LLM:
     def close(self) -> None:
         """Drop what is running, and give memory and device back. Further calls are errors, but for this one."""
         self._calls.close()
-        self._give_back()
 
     def __enter__(self) -> Self:
         return self
@@ -185,10 +191,14 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _answers(self, items: Iterable[Any], call: Call) -> list[Completion] | Iterator[Completion]:
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM is neither copied nor pickled: make one in each process")
+
+    def _answers(self, items: list[Any] | Iterator[Any], call: Call) -> list[Completion] | Iterator[Completion]:
+        call.listed = isinstance(items, list)
         events = self._calls.events(call, iter(items))
         completions = (event for event in events if isinstance(event, Completion))
-        return sorted(completions, key=_place) if isinstance(items, Sized) else completions
+        return sorted(completions, key=_place) if call.listed else completions
 
 
 class Stream(Iterator[Delta]):
@@ -227,14 +237,26 @@ def _place(completion: Completion) -> int:
 
 def _checked(params: SamplingParams | None) -> SamplingParams:
     if params is not None and not isinstance(params, SamplingParams):
-        raise TypeError(f"params is a {type(params).__name__}, wanted SamplingParams")
+        hint = "(**it)" if isinstance(params, Mapping) else ""
+        raise TypeError(f"params is a {type(params).__name__}, wanted SamplingParams{hint}")
     return SamplingParams() if params is None else params
 
 
-def _refuse_single(name: str, items: object, begins: type) -> None:
-    """TypeError where one is given in the place of several. begins: what one that is a list begins with."""
+def _several(name: str, items: object, begins: type) -> list[Any] | Iterator[Any]:
+    """An iterator as it is, of whatever else has a length a list. TypeError where one is given in the place of several.
+
+    begins: what one that is a list is made of.
+    """
     one = name[:-1]
-    if isinstance(items, str | bytes | Mapping | Request) or not isinstance(items, Iterable):
+    if isinstance(items, Iterator):
+        return items
+    if isinstance(items, str | bytes | bytearray | memoryview | Request) or hasattr(items, "keys"):
         raise TypeError(f"{name} is a {type(items).__name__}, wanted a list or an iterator: [{one}]")
-    if isinstance(items, Sized) and isinstance(next(iter(items), None), begins):
+    if not isinstance(items, Iterable):
+        raise TypeError(f"{name} is a {type(items).__name__}, wanted a list or an iterator: [{one}]")
+    if not isinstance(items, Sized):
+        return iter(items)
+    several = list(items)
+    if several and all(isinstance(item, begins) for item in several):
         raise TypeError(f"{name} is one {one}, wanted a list or an iterator of them: [{one}]")
+    return several

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 
 from tinyvllm_cli.backends.base import Backend
 from tinyvllm_cli.backends.choose import (
@@ -15,6 +17,7 @@ from tinyvllm_cli.backends.choose import (
     choose_backend,
     engine_config,
     open_backend,
+    start_backend,
 )
 from tinyvllm_cli.backends.machine import available_cpus
 from tinyvllm_cli.config import EngineConfig, EngineOptions
@@ -80,15 +83,20 @@ def open_text_side(
     now: datetime | None = None,
     report: Callable[[str], None],
     progress: bool = True,
+    beside: Callable[[], object] = lambda: None,
 ) -> TextSide:
-    """Find the files, read the headers, join the text side. now: the date that chat templates see.
+    """Find the files, read the headers, join the text side. now: the date that chat templates see. beside: what can be
+    done while a tokenizer is read, which takes a while and lets go of the interpreter.
 
     As prepare(); ModelError for whatever they lack.
     """
     files = find_model(model, revision=revision, report=report, progress=progress)
     checkpoint = open_checkpoint(files.path)
-    tokenizer = load_tokenizer(checkpoint.source)
-    template = load_chat_template(checkpoint.source, now=now)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(load_tokenizer, checkpoint.source)
+        template = load_chat_template(checkpoint.source, now=now)
+        beside()
+        tokenizer = reading.result()
     codec = TextCodec(
         tokenizer,
         template,
@@ -120,7 +128,10 @@ def prepare(
     started = time.monotonic()
     chosen = choose_backend(backend)
     check_dtype(chosen, config.dtype)
-    text = open_text_side(model, revision=revision, system=system, now=now, report=report, progress=progress)
+    start = partial(start_backend, chosen)
+    text = open_text_side(
+        model, revision=revision, system=system, now=now, report=report, progress=progress, beside=start
+    )
     in_force = engine_config(chosen, config, text.checkpoint)
     return Prepared(chosen, in_force, text, time.monotonic() - started)
 

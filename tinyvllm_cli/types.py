@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyvllm_cli.config import DtypeName
-from tinyvllm_cli.errors import FailureType
+from tinyvllm_cli.errors import FailureType, RequestError
 
 I32: TypeAlias = npt.NDArray[np.int32]
 F32: TypeAlias = npt.NDArray[np.float32]
@@ -142,6 +142,9 @@ class Score:
     greedy: bool  # each of these tokens is the likeliest in its place
     of_text: bool = False  # a whole text, no continuation: it counts for the perplexity
 
+    def __repr__(self) -> str:
+        return f"Score(logprob={self.logprob:.6f}, tokens={len(self.token_logprobs)}, greedy={self.greedy})"
+
     @property
     def logprob(self) -> float:
         """Of all of them; 0 where there is none. The sum is exact before it is rounded, in whatever order."""
@@ -192,6 +195,19 @@ class Completion:
     truncated_tokens: int = 0  # cut from the start of the prompt
     api: Api | None = None  # as in Request
     fingerprint: str | None = None  # as in Request; None too where the line could not be read
+
+    def __repr__(self) -> str:
+        """What people look for: none of what is empty, of the line, or a time."""
+        names = ("request_id", "custom_id", "choices", "scores", "usage", "error")
+        values = {name: value for name in names if (value := getattr(self, name)) not in ((), None)}
+        return f"Completion({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+    @property
+    def text(self) -> str:
+        """Of the first answer. RequestError, with what the error says, where there is none."""
+        if self.error is not None:
+            raise RequestError(self.error.type, self.error.message, self.error.field)
+        return self.choices[0].text if self.choices else ""
 
 
 @dataclass(slots=True)

@@ -39,18 +39,28 @@ def choose_backend(name: BackendName) -> Chosen:
     if name == "cpu":
         return "cpu"
     from tinyvllm_cli.backends.gpu.driver import find_driver
-    from tinyvllm_cli.backends.gpu.packages import require_packages
+    from tinyvllm_cli.backends.gpu.packages import check_packages
 
     driver = find_driver()
     with _or_the_cpu():
         if driver is not None:
-            require_packages(driver)
+            check_packages(driver)
         elif name == "gpu":
             raise DeviceError(
                 "--backend gpu: no NVIDIA device is visible: see whether `nvidia-smi` lists one, and what "
                 "CUDA_VISIBLE_DEVICES says"
             )
     return "cpu" if driver is None else "gpu"
+
+
+def start_backend(backend: Chosen) -> None:
+    """What open_backend() begins with and needs no model for: to import CuPy and start CUDA takes a while. DeviceError
+    where the GPU cannot be used."""
+    if backend == "gpu":
+        from tinyvllm_cli.backends.gpu.device import open_card
+
+        with _or_the_cpu():
+            open_card()
 
 
 def check_dtype(backend: Chosen, dtype: AskedDtype) -> None:

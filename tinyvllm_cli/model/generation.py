@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tinyvllm_cli.model.json_file import read_optional_json
+from tinyvllm_cli.model.json_file import read_little, read_optional_json
 from tinyvllm_cli.model.weights.gguf import GGUFFile
 
 GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of a turn, of a message
@@ -102,5 +102,5 @@ def _tokenizer_eos(folder: Path) -> int | None:
         if added.content == token:
             with contextlib.suppress(ValueError):
                 return int(number)
-    tokenizer = read_optional_json(folder / "tokenizer.json", TokenizerFile) or TokenizerFile()
+    tokenizer = read_little(folder / "tokenizer.json", TokenizerFile) or TokenizerFile()
     return next((added.id for added in tokenizer.added_tokens if added.content == token), None)

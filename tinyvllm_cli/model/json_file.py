@@ -32,6 +32,15 @@ def read_json(path: Path, type: type[T]) -> T:
         raise ModelError(f"{path}: {error}") from None
 
 
+def read_little(path: Path, type: type[T]) -> T | None:
+    """read_optional_json() of a file of many MB, of which little is wanted: the rest is skipped, right or wrong. The
+    type has no Any."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=type)
+    except Exception:  # whatever it is, the other way says it
+        return read_optional_json(path, type)
+
+
 def read_optional_json(path: Path, type: type[T]) -> T | None:
     """The same of a file that need not be there; None where nothing has its name: a broken link is no absent file."""
     return read_json(path, type) if os.path.lexists(path) else None

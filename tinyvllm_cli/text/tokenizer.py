@@ -54,7 +54,7 @@ class Tokenizer:
         """No text of so many characters has fewer tokens: known at once, where to tokenize takes long."""
         return len(text) // self._chars_per_token
 
-    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """The ids of a text; control words in it become control ids.
 
         add_bos puts BOS first where the tokenizer adds one and the text does not start with it.

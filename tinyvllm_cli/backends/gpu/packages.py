@@ -37,6 +37,17 @@ CAPABILITY_NEEDED = (8, 0)  # bf16 mma.sync and cp.async came with Ampere
 
 def require_packages(driver: Driver) -> None:
     """Raise a DeviceError, with the command that mends it, unless CuPy can be used with this driver."""
+    name, mend = check_packages(driver)
+    try:
+        importlib.import_module("cupy.cuda")  # a folder called cupy, whatever is in it, can be imported alone
+    except Exception as error:  # whatever is broken in there, a traceback of CuPy's helps nobody
+        cause = error.__cause__ or error  # CuPy puts a banner and a long text around it
+        reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+        raise DeviceError(f"{name} cannot be imported ({reason}): {mend}") from None
+
+
+def check_packages(driver: Driver) -> tuple[str, str]:
+    """The same without importing CuPy, which takes a while: CuPy with its version, and what mends it."""
     if driver.problem is not None:
         raise DeviceError(f"the NVIDIA driver cannot be used: {driver.problem}")
     if driver.cuda_version < CUDA_NEEDED:
@@ -61,12 +72,7 @@ def require_packages(driver: Driver) -> None:
     ((name, version),) = installed.items()
     if _numbers(version) < CUPY_NEEDED:
         raise DeviceError(f"{name} {version} is too old, wanted {_dotted(CUPY_NEEDED)} or later: {mend}")
-    try:
-        importlib.import_module("cupy.cuda")  # a folder called cupy, whatever is in it, can be imported alone
-    except Exception as error:  # whatever is broken in there, a traceback of CuPy's helps nobody
-        cause = error.__cause__ or error  # CuPy puts a banner and a long text around it
-        reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-        raise DeviceError(f"{name} {version} cannot be imported ({reason}): {mend}") from None
+    return f"{name} {version}", mend
 
 
 def require_capability(major: int, minor: int, name: str) -> None:
