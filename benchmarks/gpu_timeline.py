@@ -118,14 +118,20 @@ def kernel_works(c: ModelConfig, batch: Batch, token_bytes: float) -> dict[str, 
     new, before = np.diff(batch.query_start_loc).astype(float), batch.num_computed.astype(float)
     keys, pairs = float((before + new).sum()), float((new * before + new * (new + 1) / 2).sum())
     kv_row, q_row, kv_bytes = 2 * c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim, token_bytes / c.num_layers
+    qkv, gate_up = (q_row + kv_row) * c.hidden_size, 2 * c.intermediate_size * c.hidden_size
     attention = Work(keys * kv_bytes + 2 * elem * rows * q_row, 4 * pairs * q_row)
     return {
         "embed": Work(rows * c.hidden_size * (elem + f32)),
+        "normed_qkv": Work(elem * qkv + rows * (f32 * c.hidden_size + elem * q_row + kv_bytes), 2.0 * rows * qkv),
+        "normed_silu": Work(
+            elem * gate_up + rows * (f32 * c.hidden_size + elem * c.intermediate_size), 2.0 * rows * gate_up
+        ),
         "rms_norm": Work(rows * c.hidden_size * (f32 + elem)),
         "rope_write": Work(rows * (elem * (2 * q_row + kv_row) + kv_bytes)),
         "attend_decode": attention,
         "attend_prefill": attention,
         "silu_mul": Work(3 * elem * rows * c.intermediate_size),
+        "scan_rows": Work(f32 * sampled * c.vocab_size),
         "sample_rows": Work(f32 * sampled * c.vocab_size),
     }
 

@@ -18,7 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TESTS = ("tests/test_gpu_ops.py", "tests/test_gpu_attention.py", "tests/test_gpu_sample.py", "tests/test_gpu_skinny.py")
 # One kernel a test: under a sanitizer each launch takes long, and the matrix library's kernels are not ours to mend.
-KERNELS = "it_is_right or bits_of_each or rms_norm or rope_write or silu_mul or add_bias or embed or attention_is or test_gpu_sample"
+KERNELS = (
+    "it_is_right or bits_of_each or rms_norm or rope_write or silu_mul or add_bias or embed or attention_is "
+    "or test_gpu_sample"
+)
 TOO_LONG = "qkv or 16384 or exact_probabilities or chi_square or certain or 128256"
 SELECTION = f"({KERNELS}) and not ({TOO_LONG})"
 TOOLS = {  # with what they find

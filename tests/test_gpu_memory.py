@@ -110,13 +110,18 @@ def test_nothing_is_allocated_in_a_run(checkpoint: Checkpoint):
 
 
 def test_backends_one_after_another_leave_nothing(checkpoint: Checkpoint):
-    for _ in range(2):
-        gpu_backend(checkpoint).close()
-    before = free_bytes()
-    for _ in range(10):
+    def use() -> None:
         backend = gpu_backend(checkpoint)
         backend.step(batch(Part(0, (1,), 0, prompt(5)))).result()
         backend.close()
+
+    # CUDA loads the code of a kernel when it is first launched, and what driver and libraries keep for themselves grows
+    # for a while: 16 MiB over the first 50 backends, 2 over as many more (H200).
+    for _ in range(50):
+        use()
+    before = free_bytes()
+    for _ in range(10):
+        use()
     assert before - free_bytes() <= GRANULARITY, f"{before - free_bytes()} bytes are gone"
 
 
