@@ -74,7 +74,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of an actor on the CPU")
     parser.add_argument("--actors", type=int, default=1)
     args = parser.parse_args()
-    if args.input and (args.input.suffix not in READERS or not args.input.is_file()):
+    if args.input and not args.input.is_file():
+        parser.error(f"there is no file {args.input}")
+    if args.input and args.input.suffix not in READERS:
         parser.error(f"{args.input} is no .jsonl or .csv file")
     ray.init(log_to_driver=False)
     if args.input:

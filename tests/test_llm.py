@@ -409,6 +409,7 @@ def test_a_closed_model_says_so(model: Path):
     next(running)
     next(stream)
     llm.close()
+    assert repr(llm).endswith(", closed)")
     for ask in (lambda: llm.generate(["x"]), lambda: list(running), lambda: list(stream), lambda: llm.score(["x"])):
         with pytest.raises(UsageError, match="this LLM is closed"):
             ask()

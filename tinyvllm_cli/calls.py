@@ -91,9 +91,13 @@ class Calls:
         finally:
             self._left.append(call)
 
+    @property
+    def closed(self) -> bool:
+        return not self._give_back.alive
+
     def close(self) -> None:
         """End what is under way; iterators that are open raise UsageError."""
-        if self._process == os.getpid() and self._give_back.alive:
+        if self._process == os.getpid() and not self.closed:
             self._do(self._end_all)
             self._give_back()
             self._worker.shutdown()

@@ -124,6 +124,8 @@ class LLM:
         return self._loaded.codec.template
 
     def __repr__(self) -> str:
+        if self._calls.closed:
+            return f"LLM({self.model!r}, closed)"
         return f"LLM({self.model!r}, {self.device}, {self._loaded.config.dtype}, max_model_len={self.max_model_len})"
 
     # ---------------------------------------------------------------- what it does

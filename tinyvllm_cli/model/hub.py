@@ -118,9 +118,9 @@ def _unknown(name: str) -> str:
     """Why `name` leads nowhere, with the nearest name that would."""
     if "/" in name or name.startswith((".", "~")) or name.lower().endswith((".gguf", ".safetensors")):
         return f"there is no file or folder {name}{_nearest(Path(name).name, _siblings(name))}"
-    known = ", ".join(catalogue.CATALOGUE)
-    hint = _nearest(name, list(catalogue.CATALOGUE))
-    return f"there is no model {name}{hint}; the catalogue has {known}; else give a folder, a .gguf file or org/name"
+    hint = _nearest(name, list(catalogue.CATALOGUE)) or f"; the catalogue has {', '.join(catalogue.CATALOGUE)}"
+    others = "a folder, a .gguf file or org/name of the Hub, such as Qwen/Qwen2.5-1.5B-Instruct"
+    return f"there is no model {name}{hint}; else give {others}"
 
 
 def _path(name: str) -> Path:
@@ -136,6 +136,9 @@ def _siblings(name: str) -> list[str]:
 
 
 def _nearest(name: str, candidates: list[str]) -> str:
-    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.5)
-    close += [candidate for candidate in candidates if candidate.startswith(name) and candidate not in close]
+    """In whatever case."""
+    lower = {candidate.lower(): candidate for candidate in candidates}
+    near = difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)
+    near += [candidate for candidate in lower if candidate.startswith(name.lower()) and candidate not in near]
+    close = [lower[candidate] for candidate in near]
     return f"; did you mean {' or '.join(close[:3])}?" if name and close else ""
