@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -335,6 +337,72 @@ def test_what_a_signal_raises_ends_a_call_and_not_the_model(
         signal.signal(kind, before)
     assert told(llm.generate(PROMPTS, HOT)) == wanted
     llm._calls._engine.check()
+
+
+def said_by(script: str, model: Path) -> str:
+    """What a process says that runs this on a model M; it has to end."""
+    begin = "import atexit, random, signal, threading, time\nfrom tinyvllm_cli import LLM, SamplingParams\n"
+    code = f"{begin}M = LLM({str(model)!r}, slots=2)\nP = SamplingParams(max_tokens=2, ignore_eos=True)\n{script}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_interrupts_at_any_moment_leave_a_sound_model(model: Path):
+    script = """
+class Stop(BaseException): pass
+def stop(*_): raise Stop
+signal.signal(signal.SIGALRM, stop)
+wanted = [a.text for a in M.generate(["one", "two"], P)]
+interrupted = 0
+for _ in range(1500):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-6, 7e-4))
+        M.generate(["one"], P)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Stop:
+        interrupted += 1
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert [a.text for a in M.generate(["one", "two"], P)] == wanted and not M._calls._owners
+M._calls._engine.check()
+print(interrupted > 100)
+M.close()
+"""
+    assert said_by(script, model) == "True"
+
+
+def test_a_handler_may_ask_and_close(model: Path):
+    script = """
+said = []
+def ask(*_): said.append(M.generate(["one"], P)[0].text)
+signal.signal(signal.SIGALRM, ask)
+wanted = M.generate(["one"], P)[0].text
+for _ in range(100):
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-6, 2e-3))
+    assert M.generate(["one"], P)[0].text == wanted
+    signal.setitimer(signal.ITIMER_REAL, 0)
+assert set(said) == {wanted}
+signal.signal(signal.SIGALRM, lambda *_: M.close())
+signal.setitimer(signal.ITIMER_REAL, 1e-2)
+try:
+    while True: M.generate(["one"], P)
+except ValueError as error:
+    print(error)
+"""
+    assert said_by(script, model) == "this LLM is closed: make another one"
+
+
+def test_a_model_is_there_until_its_process_ends(model: Path):
+    script = """
+def late():
+    time.sleep(0.3)
+    print([answer.text for answer in M.generate(["one", "two"] * 3, P)] == wanted * 3)
+wanted = [answer.text for answer in M.generate(["one", "two"], P)]
+atexit.register(M.close)
+atexit.register(lambda: print([answer.text for answer in M.generate(["one", "two"] * 5, P)] == wanted * 5))
+threading.Thread(target=late).start()
+"""
+    assert said_by(script, model) == "True\nTrue"
 
 
 @pytest.mark.parametrize("error", [DeviceError("it fell off the bus"), RuntimeError("a bug")])

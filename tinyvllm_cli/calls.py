@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
@@ -22,6 +21,7 @@ from tinyvllm_cli.engine.scoring import ScoringEngine
 from tinyvllm_cli.errors import DeviceError, RequestError, TinyvllmError, UsageError
 from tinyvllm_cli.load import new_engine
 from tinyvllm_cli.types import Completion, Delta, Event, Failure, Request
+from tinyvllm_cli.worker import EndedError, Worker
 
 if TYPE_CHECKING:
     from tinyvllm_cli.engine.engine import Engine
@@ -45,6 +45,7 @@ class Call:
     open: set[int] = field(default_factory=set)  # request_ids that are not told yet
     ready: deque[Event] = field(default_factory=deque)
     room: int = 0  # for so many more items
+    left: bool = False  # nobody waits for it any more
     failure: Failure | None = None  # of the engine, while something was under way
 
 
@@ -60,10 +61,10 @@ class Calls:
         self._left: deque[Call] = deque()  # calls that nobody waits for any more
         self._ids = itertools.count()
         self._fault: Callable[[], TinyvllmError] | None = None  # why there are no further steps
+        self._turn: bool | None = None  # whether scores are next, or answers, where somebody waits for the other kind
         self._process = os.getpid()
-        self._thread: int | None = None
-        self._worker = ThreadPoolExecutor(1, "tinyvllm")
-        self._give_back = weakref.finalize(self, _close, loaded, self._process)
+        self._worker = Worker()
+        self._give_back = weakref.finalize(self, _close, loaded, self._worker, self._process)
         self._give_back.atexit = False  # the end of the process gives all back, and somebody may still ask
 
     def events(self, call: Call, items: Iterator[Any]) -> Generator[Event]:
@@ -73,7 +74,7 @@ class Calls:
         """
         numbered, more = enumerate(items), True
         try:
-            call.room = self._do(self._open, call)
+            call.room = self._ask(call, [])
             while more or call.open or call.ready:
                 while call.ready:
                     yield call.ready.popleft()
@@ -83,12 +84,13 @@ class Calls:
                     more = self._pull(call, numbered, requests)
                 asked_until = time.monotonic()
                 while requests or call.open or more:
-                    call.room = self._do(self._advance, call, requests)
+                    call.room = self._ask(call, requests)
                     requests = []
                     # Items that are slow to come hold up no answers: steps get as much time as they.
                     if call.ready or not call.open or time.monotonic() - asked_until > asked_until - started:
                         break
         finally:
+            call.left = True
             self._left.append(call)
 
     @property
@@ -98,9 +100,9 @@ class Calls:
     def close(self) -> None:
         """End what is under way; iterators that are open raise UsageError."""
         if self._process == os.getpid() and not self.closed:
-            self._do(self._end_all)
+            with suppress(UsageError):  # somebody else has closed it meanwhile
+                self._do(self._end_all)
             self._give_back()
-            self._worker.shutdown()
 
     # ---------------------------------------------------------------- on the caller's thread
 
@@ -108,13 +110,20 @@ class Calls:
         """Have a job done on the engine's thread."""
         if os.getpid() != self._process:
             raise UsageError("this LLM was made in another process: make one in this process")
-        if threading.get_ident() == self._thread:  # a finalizer that the collector runs there would wait for itself
+        if self._worker.is_current:  # a finalizer that the collector runs there would wait for itself
             raise UsageError("this LLM is in the middle of a step: ask it from elsewhere")
+        if self.closed:
+            raise _closed()
         try:
-            future = self._worker.submit(job, *args, **kwargs)
-        except RuntimeError:  # the worker has ended, or the interpreter is about to
+            return self._worker.do(job, *args, **kwargs)
+        except EndedError:  # it was closed meanwhile
             raise _closed() from None
-        return future.result()
+
+    def _ask(self, call: Call, requests: list[tuple[int, Request]]) -> int:
+        """_advance(), until the engine is of the kind that is wanted."""
+        while (room := self._do(self._advance, call, requests)) is None:
+            pass
+        return room
 
     def _pull(self, call: Call, numbered: Iterator[tuple[int, Any]], requests: list[tuple[int, Request]]) -> bool:
         """Ask for as many items as there is room for, or fewer where they are slow; False where there are no more. One
@@ -140,24 +149,25 @@ class Calls:
 
     # ---------------------------------------------------------------- on the engine's thread
 
-    def _open(self, call: Call) -> int:
-        """Room for the items of a call that begins."""
-        self._thread = threading.get_ident()
+    def _advance(self, call: Call, requests: list[tuple[int, Request]]) -> int | None:
+        """Add requests, and make a step where nothing has come yet of what the call waits for. Room for more; None
+        where nothing was added, because answers are under way and scores are wanted, or the other way round: there was
+        a step, and it is to be asked again."""
         self._forget_left()
-        self._switch(scores=call.scores)
-        return self._room()
-
-    def _advance(self, call: Call, requests: list[tuple[int, Request]]) -> int:
-        """Add requests, and make a step where nothing has come yet of what the call waits for; room for more."""
-        self._forget_left()
-        if call.failure is None or not call.listed:  # else it is told of each item what became of it
-            self._switch(scores=call.scores)
-            for place, request in requests:
-                self._add(call, place, request)
-            if not call.ready:
-                self._make_step()
-        elif requests:
+        if call.left:
+            return 0
+        if call.failure is not None and call.listed:  # it is told of each item what became of it
             call.ready.extend(_failed(place, call.failure, request) for place, request in requests)
+            return self._room()
+        if self._fault is not None:
+            raise self._fault()
+        if not self._comes_to(scores=call.scores, anew=bool(requests)):
+            self._make_step()
+            return None
+        for place, request in requests:
+            self._add(call, place, request)
+        if not call.ready:
+            self._make_step()
         return self._room()
 
     def _room(self) -> int:
@@ -196,25 +206,27 @@ class Calls:
             elif call.streams:
                 call.ready.append(Delta(place, event.index, event.token_ids, event.text))
 
-    def _switch(self, *, scores: bool) -> None:
-        """The engine of a kind; a new one takes nothing for known of the blocks that the other kind filled."""
-        if self._fault is None and scores != isinstance(self._engine, ScoringEngine):
-            self._finish_steps()
-        if self._fault is not None:
-            raise self._fault()
-        if scores == isinstance(self._engine, ScoringEngine):
-            return
+    def _comes_to(self, *, scores: bool, anew: bool) -> bool:
+        """Whether a call may go on with the engine, anew: with further requests. Who waits for the other kind is next:
+        meanwhile nothing new begins."""
+        is_scoring = isinstance(self._engine, ScoringEngine)
+        if not self._engine.idle:
+            if scores != is_scoring:
+                self._turn = scores
+            return scores == is_scoring and not (anew and self._turn not in (None, scores))
+        self._turn = None
+        if scores != is_scoring:
+            self._switch()
+        return True
+
+    def _switch(self) -> None:
+        """To an engine of the other kind: a new one, which takes nothing for known of the blocks that were filled."""
         loaded = self._loaded
         if not isinstance(self._engine, ScoringEngine):
             self._engine.close()
             self._engine = ScoringEngine(loaded.backend, loaded.codec, prefix_cache=loaded.config.prefix_cache)
         else:
             self._engine = new_engine(loaded.backend, loaded.codec, loaded.checkpoint, loaded.config, deltas=False)
-
-    def _finish_steps(self) -> None:
-        """Until nothing is under way; what comes of it waits for its calls."""
-        while self._fault is None and not self._engine.idle:
-            self._make_step()
 
     def _fail(self, error: Exception) -> None:
         """The engine cannot go on: all that is under way ends with an error."""
@@ -232,8 +244,8 @@ class Calls:
 
     def _tell(self, request_id: int, completion: Completion) -> None:
         call, _ = self._owners.pop(request_id)
+        call.ready.append(completion)  # first: another thread looks at both
         call.open.discard(request_id)
-        call.ready.append(completion)
         self._streams.discard(request_id)
 
     def _end_all(self) -> None:
@@ -241,7 +253,8 @@ class Calls:
             for request_id in self._owners:
                 self._engine.abort(request_id)
             self._owners.clear()
-            self._finish_steps()
+            while self._fault is None and not self._engine.idle:  # steps in flight
+                self._make_step()
         self._fault = _closed
         if not isinstance(self._engine, ScoringEngine):
             self._engine.close()
@@ -251,9 +264,10 @@ def _closed() -> UsageError:
     return UsageError("this LLM is closed: make another one")
 
 
-def _close(loaded: LoadedModel, process: int) -> None:
+def _close(loaded: LoadedModel, worker: Worker, process: int) -> None:
     if os.getpid() == process:  # a forked one has no part in the device
         loaded.close()
+        worker.end()
 
 
 def _failed(place: int, failure: Failure, item: object = None) -> Completion:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import TypeVar
 
@@ -74,7 +74,10 @@ class Device:
             for part in left:
                 function(part)
 
-        others = [self._pool.submit(work) for _ in range(min(self._threads, len(parts)) - 1)]
+        others = []
+        with suppress(RuntimeError):  # the main thread has ended, and the pool with it: this one does all of it
+            for _ in range(min(self._threads, len(parts)) - 1):
+                others.append(self._pool.submit(work))
         work()
         for other in others:
             if not other.cancel():  # it did wake up
