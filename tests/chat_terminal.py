@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping
@@ -13,13 +14,22 @@ import pexpect
 from command import TINYVLLM
 from screen import Screen
 
+from tinyvllm_cli.io.conversations import read_conversation
+from tinyvllm_cli.types import Message
+
 PASTE = "\x1b[200~{}\x1b[201~"  # what a terminal makes of a paste
-ALT_ENTER, ENTER, INTERRUPT, END = "\x1b\r", "\r", "\x03", "\x04"
+ALT_ENTER, ENTER, INTERRUPT, END, SUSPEND, QUIT = "\x1b\r", "\r", "\x03", "\x04", "\x1a", "\x1c"
 DONE = "tokens/s"  # of the line after a whole answer
 
 
+WORDS = "(alpha |beta |gamma ){400}"  # an answer of some thousand steps, each word another choice
+FIELDS = {"regex": "[a-z]{8}", "temperature": 0.7}
+SHORT = ("--max-tokens", "8", "--set", "ignore_eos=true", "--set", f"regex={FIELDS['regex']}")
+
+
 class ChatTerminal:
-    """A context. home: where the state of the user is kept, the history too; log: in the place of standard output."""
+    """A context. home: where the state of the user is kept, the history too; log: in the place of standard output;
+    shell: one that says IN THE SHELL after ^Z, and goes on with the chat at Enter."""
 
     def __init__(
         self,
@@ -30,6 +40,7 @@ class ChatTerminal:
         rows: int = 24,
         env: Mapping[str, str] | None = None,
         log: Path | None = None,
+        shell: bool = False,
     ) -> None:
         own = {"TERM": "xterm-256color", "XDG_STATE_HOME": str(home), **(env or {})}
         self.screen = Screen(columns, rows)
@@ -37,6 +48,11 @@ class ChatTerminal:
         command = [*TINYVLLM, "chat", "-m", str(model), "--backend", "cpu", *map(str, options)]
         if log is not None:
             command = ["sh", "-c", f"exec {shlex.join(command)} >{shlex.quote(str(log))}"]
+        if shell:
+            script = (
+                'set -m; "$@"; while [ $(jobs -s | wc -l) -gt 0 ]; do stty sane; echo IN THE SHELL; read -r; fg; done'
+            )
+            command = ["bash", "-c", script, "bash", *command]
         self.child: pexpect.spawn[bytes] = pexpect.spawn(
             command[0],
             command[1:],
@@ -127,3 +143,15 @@ class ChatTerminal:
 
     def __exit__(self, *error: object) -> None:
         self.child.close(force=True)
+
+
+def saved(chat: ChatTerminal, file: Path) -> tuple[Message, ...]:
+    """The messages of the conversation as it stands."""
+    chat.type(f"/save {file}{ENTER}")
+    chat.wait_for_prompt()
+    chat.until(file.exists)
+    return read_conversation(file)[0]
+
+
+def words_of(lines: list[str]) -> list[str]:
+    return re.findall(r"alpha|beta|gamma", "".join(lines))

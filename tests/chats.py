@@ -7,12 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny import CHAT_TEMPLATE, make_tiny_model
 
 from tinyvllm_cli.chat.answering import answer
+from tinyvllm_cli.chat.commands import run_command
 from tinyvllm_cli.chat.session import Session
 from tinyvllm_cli.chat.settings import Settings
 from tinyvllm_cli.config import EngineOptions
+from tinyvllm_cli.errors import UsageError
+from tinyvllm_cli.io.conversations import Stamp
 from tinyvllm_cli.load import LoadedModel, open_engine
 from tinyvllm_cli.types import Completion, Message, Request
 
@@ -60,11 +64,33 @@ def samples(loaded: LoadedModel, request: Request, n: int) -> list[str]:
     return [choice.text for choice in found.choices]
 
 
+def do(session: Session, line: str) -> tuple[str, list[str]]:
+    """What comes after a command, and what it says."""
+    said: list[str] = []
+    return run_command(line, session, said.append), said
+
+
+def stamp(path: str | Path) -> Stamp:
+    status = Path(path).stat()
+    return Stamp(status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+def refused(session: Session, line: str) -> str:
+    """Why; the session stays as it was."""
+    before, settings = session.messages, session.settings.describe()
+    with pytest.raises(UsageError) as caught:
+        do(session, line)
+    assert (session.messages, session.settings.describe()) == (before, settings)
+    return str(caught.value)
+
+
 class Nowhere:
     """A display that shows nothing."""
 
     def push(self, text: str) -> None: ...
 
     def working(self, made: int) -> None: ...
+
+    def moved(self) -> None: ...
 
     def close(self) -> None: ...

@@ -4,8 +4,8 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +14,9 @@ from chats import Nowhere, answered, chat_model, load, session, talk
 from command import TINYVLLM, run_apart, write_lines
 
 from tinyvllm_cli.chat import repl
+from tinyvllm_cli.chat.keys import Keys
 from tinyvllm_cli.cli.signals import Interrupted, Interrupts
-from tinyvllm_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_PIPE, EXIT_SOME_FAILED, EXIT_USAGE
+from tinyvllm_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_PIPE, EXIT_SOME_FAILED, EXIT_USAGE, DeviceError
 from tinyvllm_cli.io.conversations import read_conversation
 from tinyvllm_cli.load import LoadedModel
 from tinyvllm_cli.types import Message
@@ -47,6 +48,8 @@ def chat(model: Path, *words: str | Path, stdin: bytes = b"") -> tuple[int, str,
 CUT = "note: the answer is cut at max_tokens 8: --max-tokens allows more\n"
 
 
+UNREAD = "note: standard input was not read: a - behind the prompt puts it there\n"
+
 # ---------------------------------------------------------------- one prompt
 
 
@@ -64,7 +67,17 @@ def test_standard_input_goes_behind_the_prompt_or_is_the_prompt(model: Path):
     assert wanted[0] == EXIT_OK
     assert chat(model, "What changed?", "-", stdin=text.encode()) == wanted
     assert chat(model, "-", stdin=f"What changed?\n\n{text}".encode()) == wanted
-    assert chat(model, "What changed?\n\nä\n+ b", stdin=b"nobody asked for this") == wanted
+    assert chat(model, "What changed?\n\nä\n+ b", stdin=b"nobody asked for this") == (*wanted[:2], CUT + UNREAD)
+
+
+def test_an_input_that_nobody_reads_is_mentioned_where_it_holds_something(model: Path, tmp_path: Path):
+    command = [*TINYVLLM, "chat", "-m", str(model), "Hello", *FORM]
+    (tmp_path / "text").write_text("text")
+    (tmp_path / "empty").touch()
+    for name, wanted in ("text", CUT + UNREAD), ("empty", CUT), ("/dev/null", CUT):
+        with (tmp_path / name).open("rb") as stdin:
+            ended = subprocess.run(command, stdin=stdin, capture_output=True, check=False)
+        assert ended.stderr.decode() == wanted
 
 
 def test_a_seed_gives_the_same_answer_and_another_another(model: Path):
@@ -106,6 +119,23 @@ def test_forms(model: Path, tmp_path: Path):
 def test_a_request_that_fails_is_a_sentence_and_no_answer(model: Path):
     code, out, err = chat(model, "long " * 200)
     assert (code, out) == (EXIT_SOME_FAILED, "") and "wanted at most 511" in err and err.count("\n") == 1
+    assert err.startswith("error: the conversation has ")
+
+
+def test_one_prompt_is_the_next_turn_of_a_saved_conversation(
+    loaded: LoadedModel, model: Path, tiny: Path, tmp_path: Path
+):
+    one = session(loaded, **FIELDS)
+    talk(loaded, one, ["Hello"])
+    messages = [{"role": message.role, "content": message.content} for message in one.messages]
+    file = write_lines(tmp_path / "talk", [{"messages": messages}])
+    (wanted,) = talk(loaded, one, ["Go on"])
+    assert chat(model, "--load", file, "Go on") == (EXIT_OK, f"{wanted}\n", CUT)
+    code, out, err = chat(tiny, "--load", file, "Go on")
+    assert (code, out) == (EXIT_FAILED, "") and "needs a chat template" in err
+    file = write_lines(tmp_path / "waits", [{"messages": messages[:1]}])
+    code, out, err = chat(model, "--load", file, "Go on")
+    assert (code, out) == (EXIT_USAGE, "") and "leave out the prompt" in err
 
 
 def test_a_reader_that_goes_away_and_a_full_disk(model: Path):
@@ -141,7 +171,7 @@ def test_commands_work_in_a_pipe_and_the_end_may_be_one(loaded: LoadedModel, mod
     code, out, err = chat(model, stdin=given.encode())
     answers = out.split("\n\n")
     assert code == EXIT_OK and [answers[0], *answers[2:]] == [*wanted[:2], f"{wanted[2]}\n"]
-    assert read_conversation(file) == one.messages
+    assert read_conversation(file)[0] == one.messages
     assert err.count("\n") == 4 + 2
 
 
@@ -178,6 +208,17 @@ def test_a_conversation_goes_on_where_it_was_saved(loaded: LoadedModel, model: P
     assert chat(model, "--load", file, stdin=b"Go on\n") == (EXIT_OK, f"{wanted[0]}\n\n{wanted[1]}\n", CUT * 2)
     assert chat(model, "--load", file)[:2] == (EXIT_OK, f"{wanted[0]}\n"), "the user waits for it"
     assert chat(model, "--load", file, "-s", "Be brief.")[0] == EXIT_OK
+
+
+def test_a_pipe_is_no_file_to_save_in(model: Path, tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    line = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    writer = threading.Thread(target=pipe.write_text, args=[line], daemon=True)
+    writer.start()
+    code, _, err = chat(model, "--load", pipe, stdin=b"/save\n")
+    writer.join(10)
+    assert code == EXIT_SOME_FAILED and "wanted /save FILE" in err and pipe.is_fifo()
 
 
 def test_an_interrupt_ends_turns(model: Path):
@@ -224,11 +265,32 @@ def test_an_interrupt_that_comes_between_answer_and_prompt_ends_no_conversation(
         signal.raise_signal(signal.SIGINT)
         return next(turns)
 
-    monkeypatch.setattr(repl, "Keys", lambda: SimpleNamespace(quiet=nullcontext))
     monkeypatch.setattr(repl, "Editor", lambda *arguments: SimpleNamespace(read=read, confirm=None))
     one = session(loaded)
-    assert repl.talk_at_terminal(one, loaded, Nowhere, interrupts.tell) == EXIT_OK
+    assert repl.talk_at_terminal(one, loaded, Nowhere, interrupts, Keys) == EXIT_OK  # type: ignore[arg-type]
     assert len(one.messages) == 2
+
+
+def test_what_ends_a_conversation_does_not_lose_it(
+    loaded: LoadedModel,
+    interrupts: Interrupts,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    def fail() -> None:
+        raise DeviceError("the device is gone")
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(repl, "Editor", lambda *arguments: SimpleNamespace(read=lambda: "Go on", confirm=None))
+    one = session(loaded)
+    talk(loaded, one, ["Hello"])
+    with monkeypatch.context() as broken, pytest.raises(DeviceError):
+        broken.setattr(loaded.engine, "step", fail)
+        repl.talk_at_terminal(one, loaded, Nowhere, interrupts, Keys)  # type: ignore[arg-type]
+    (file,) = (tmp_path / "tinyvllm").iterdir()
+    assert read_conversation(file)[0] == one.messages and len(one.messages) == 2
+    assert file.stat().st_mode & 0o077 == 0 and f"`tinyvllm chat --load {file}`" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- refusals
@@ -243,11 +305,12 @@ def test_an_interrupt_that_comes_between_answer_and_prompt_ends_no_conversation(
         ([""], "the prompt is empty"),
         (["-"], "standard input is empty"),
         (["Hi", "-"], "standard input is empty"),
-        (["Hi", "--load", "x"], "leave out the prompt"),
         (["--load", "no-such-file"], "--load: cannot read no-such-file"),
-        (["--set", "n=3"], "n is not for a chat"),
+        (["--set", "n=3"], "n is not for a chat, where a turn has one answer: `tinyvllm run -n`"),
+        (["--temp", "1"], "did you mean --temperature?"),
         (["--set", "logprobs=1"], "logprobs is not for a chat"),
-        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--max-tokens", "0"], "max_tokens is 0, wanted an integer >= 1"),
+        (["--max-tokens", "-1"], "--max-tokens is -1, wanted an integer >= 1"),
         (["--temperature", "-1"], "--temperature is -1"),
         (["--seed", "-1"], "--seed is -1"),
         (["--slots", "2"], "No such option"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from itertools import pairwise
 
 import pytest
@@ -13,8 +12,7 @@ from rich.console import Console, ConsoleDimensions
 from screen import Screen
 
 from tinyvllm_cli.chat import display
-from tinyvllm_cli.chat.display import MarkdownDisplay, PlainDisplay, make_answer_display, write_stdout
-from tinyvllm_cli.errors import OutputClosedError, TinyvllmError
+from tinyvllm_cli.chat.display import MarkdownDisplay, PlainDisplay, make_answer_display
 
 SIZES = [(20, 5), (33, 9), (80, 24), (132, 50)]
 TALL = 400  # rows: nothing leaves the screen
@@ -74,6 +72,44 @@ def test_nor_is_one_lost_or_repeated_when_the_terminal_is_resized() -> None:
                 shown.resize(*made.random.choice(SIZES))
         shown.display.close()
         assert words(shown.text()) == words(text)
+
+
+def test_nor_is_one_lost_or_the_shell_wiped_out_when_it_is_suspended() -> None:
+    suspended = 0
+    for seed in range(12):
+        made = Words(f"suspended {seed}")
+        text = made.document()
+        shown = Shown(*made.random.choice(SIZES))
+        times = 0
+        for piece in made.pieces(text):
+            shown.push(piece)
+            if made.random.random() < 0.05:
+                times += 1
+                shown.screen.feed(b"\n[1]+ Stopped\n$ fg\n")
+                shown.display.moved()
+        shown.display.close()
+        lines = shown.screen.lines()
+        of_shell = [line for line in lines if line.startswith(("[1]+ Stopped", "$ fg"))]
+        assert len(of_shell) == 2 * times
+        suspended += times
+        rest = "".join(line.lstrip(" ▌•") for line in lines if line not in of_shell)
+        assert words(rest) == words(text)
+    assert suspended
+
+
+@pytest.mark.parametrize("columns", [2, 3, 4, 5])
+def test_wide_characters_have_room_on_the_narrowest_terminal(columns: int) -> None:
+    for text in (
+        "漢字とかな交じり文",
+        "- 漢字\n- かな\n",
+        "> 漢字かな",
+        "```\n漢字かな\n```\n",
+        "| 漢 | 字 |\n|---|---|\n| か | な |\n",
+    ):
+        shown = Shown(columns, 6)
+        shown.push(*text)
+        shown.display.close()
+        assert re.findall(r"[^\W\d_]", shown.text()) == re.findall(r"[^\W\d_]", text)
 
 
 HARD = {
@@ -273,38 +309,6 @@ def test_it_draws_no_more_often_than_it_is_told(monkeypatch: pytest.MonkeyPatch)
     shown.push("last")
     shown.display.close()
     assert shown.text().endswith("last")
-
-
-def test_a_reader_that_is_gone_and_a_full_disk_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    full = os.open("/dev/full", os.O_WRONLY)
-    for fd, error in ((writer, OutputClosedError), (full, TinyvllmError)):
-        monkeypatch.setattr(display, "STDOUT", fd)
-        with pytest.raises(error, match="standard output"):
-            write_stdout(b"text")
-        os.close(fd)
-
-
-def test_what_has_no_room_in_a_pipe_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    monkeypatch.setattr(display, "STDOUT", writer)
-    data, got = os.urandom(1 << 20), bytearray()
-
-    def read() -> None:
-        while part := os.read(reader, 1 << 16):
-            got.extend(part)
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    try:
-        write_stdout(data)
-    finally:
-        os.close(writer)
-    thread.join(30)
-    os.close(reader)
-    assert got == data
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A conversation and its commands, without a terminal: what each does, undoes, keeps and refuses."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,20 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import Nowhere, answered, chat_model, complete, load, samples, session, talk
-from command import read_answers, run_here, write_lines
+from chats import Nowhere, answered, chat_model, complete, do, load, refused, samples, session, talk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyvllm_cli.chat.commands import COMMANDS, run_command
+from tinyvllm_cli.chat.commands import COMMANDS
 from tinyvllm_cli.chat.commands import complete as completions
 from tinyvllm_cli.chat.room import turns_to_drop
 from tinyvllm_cli.chat.session import Session
 from tinyvllm_cli.chat.settings import UNFIT, Settings
 from tinyvllm_cli.chat.talk import Talk
 from tinyvllm_cli.errors import RequestError, UsageError
-from tinyvllm_cli.io.conversations import read_conversation
-from tinyvllm_cli.io.fields import ANSWER_FIELDS, PROMPT_FIELDS
+from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, PROMPT_FIELDS, unknown_field
 from tinyvllm_cli.io.settings import read_settings
 from tinyvllm_cli.load import LoadedModel
 from tinyvllm_cli.types import Message
@@ -41,21 +38,6 @@ def loaded(model: Path) -> Iterator[LoadedModel]:
     found = load(model)
     yield found
     found.close()
-
-
-def do(session: Session, line: str) -> tuple[str, list[str]]:
-    """What comes after a command, and what it says."""
-    said: list[str] = []
-    return run_command(line, session, said.append), said
-
-
-def refused(session: Session, line: str) -> str:
-    """Why; the session stays as it was."""
-    before, settings = session.messages, session.settings.describe()
-    with pytest.raises(UsageError) as caught:
-        do(session, line)
-    assert (session.messages, session.settings.describe()) == (before, settings)
-    return str(caught.value)
 
 
 # ---------------------------------------------------------------- turns
@@ -222,7 +204,7 @@ def test_what_is_taken_back_is_the_models_own(loaded: LoadedModel):
     assert Settings({}, {}, loaded.codec).defaults.params.temperature == 0.7
 
 
-BAD = ["top_p 2", "topp 0.9", "temperature hot", "max_tokens -1", "seed 1.5", "choice []", "tools [1]", "custom_id 1"]
+BAD = ["top_p 2", "topp 0.9", "temperature hot", "min_tokens -1", "seed 1.5", "choice []", "tools [1]", "custom_id 1"]
 
 
 @pytest.mark.parametrize("given", BAD)
@@ -238,7 +220,8 @@ def test_set_refuses_what_is_not_for_a_chat(loaded: LoadedModel):
         assert (
             refused(one, f"/set {name} 1" if name != "continue_final_message" else f"/set {name} true") == UNFIT[name]
         )
-    assert "at least 1" in refused(one, "/set max_tokens 0")
+    for value in "0", "-1", "ten":
+        assert "wanted an integer >= 1" in refused(one, f"/set max_tokens {value}")
     assert "wanted /set NAME VALUE" in refused(one, "/set top_p")
 
 
@@ -261,9 +244,35 @@ def test_unknown_commands_name_the_nearest(loaded: LoadedModel):
     assert "stands alone" in refused(one, "/undo twice")
 
 
+def test_a_beginning_that_only_one_has_names_it(loaded: LoadedModel):
+    one = session(loaded)
+    assert "did you mean /retry?" in refused(one, "/r") and "did you mean /new?" in refused(one, "/N")
+    assert "did you mean temperature?" in refused(one, "/set temp 1")
+    assert "did you mean" not in refused(one, "/zzz")
+
+
+def test_a_field_that_is_not_supported_is_never_what_was_meant():
+    unsupported = {name for name, field in FIELDS.items() if field.neutral is not None}
+    for name in unsupported:
+        for typo in name[:-1], f"{name}x", name.upper().lower()[1:]:
+            hint = unknown_field(typo, FIELDS).message.partition("did you mean ")[2]
+            assert hint.rstrip("?") not in unsupported
+
+
+def test_what_other_programs_call_a_command_and_its_case_are_no_matter(loaded: LoadedModel):
+    one = session(loaded, Message("user", "a"), Message("assistant", "b"))
+    for end in "/exit", "/q", "/QUIT":
+        assert do(one, end)[0] == "end"
+    assert "tinyvllm chat --load talk.jsonl" in refused(one, "/load talk.jsonl")
+    do(one, "/Set top_p 0.5")
+    assert one.settings.defaults.params.top_p == 0.5
+    do(one, "/clear")
+    assert one.messages == ()
+
+
 def test_help_lists_each_command(loaded: LoadedModel):
     lines = do(session(loaded), "/help")[1]
-    assert [line.split()[0] for line in lines] == list(COMMANDS) and all(len(line) <= 100 for line in lines)
+    assert [line.split()[0] for line in lines] == list(COMMANDS) and all(len(line) < 80 for line in lines)
 
 
 def test_there_is_nothing_to_take_back_draw_again_or_save(loaded: LoadedModel):
@@ -277,80 +286,6 @@ def test_completions_are_commands_and_fields_that_can_be_set():
     assert completions("/set top_") == ["top_p ", "top_k "]
     assert {word.strip() for word in completions("/set ")} == (ANSWER_FIELDS | PROMPT_FIELDS) - UNFIT.keys()
     assert completions("hello ") == completions("s") == completions("") == []
-
-
-# ---------------------------------------------------------------- files
-
-
-def test_what_is_saved_and_loaded_goes_on_as_if_nothing_had_been(loaded: LoadedModel, tmp_path: Path):
-    one = session(loaded, Message("system", "Räum auf.\n"), temperature=1.5)
-    talk(loaded, one, ["Hello 😀\u2028", "Go\non"])
-    do(one, f"/save {tmp_path / 'talk.jsonl'}")
-    other = session(loaded, *read_conversation(tmp_path / "talk.jsonl"), temperature=1.5)
-    assert other.messages == one.messages
-    assert talk(loaded, other, ["More"]) == talk(loaded, one, ["More"])
-
-
-def test_run_reads_a_saved_conversation_and_gives_the_same_answer(loaded: LoadedModel, model: Path, tmp_path: Path):
-    one = session(loaded, Message("system", "Be brief."), temperature=0)
-    talk(loaded, one, ["Hello"])
-    one.ask("Go on")
-    do(one, f"/save {tmp_path / 'talk.jsonl'}")
-    command = ["run", tmp_path / "talk.jsonl", "-m", model, "-o", tmp_path / "out", "-q", "--backend", "cpu"]
-    assert run_here(*command, "--max-tokens", "8", "--set", "ignore_eos=true") == 0
-    (line,) = read_answers(tmp_path / "out")
-    assert line["choices"][0]["text"] == answered(loaded, one)
-
-
-def test_no_file_of_others_is_written_over(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    one = session(loaded, Message("user", "a"))
-    Path("there").write_text("mine")
-    assert "exists" in refused(one, "/save there") and Path("there").read_text() == "mine"
-    assert "wanted /save FILE" in refused(one, "/save")
-    do(one, "/save new name")
-    one.answered("b")
-    do(one, "/save")
-    assert read_conversation(Path("new name")) == one.messages
-    one.keep_in(Path("there").resolve())
-    do(one, "/save there")
-    assert read_conversation(Path("there")) == one.messages
-    assert "cannot write" in refused(one, "/save no/such/folder")
-    assert "cannot write" in refused(one, "/save ~nobody-of-this-name/x")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new name", "there"]
-
-
-GOOD = {"role": "user", "content": "x"}
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        (b"", "no lines"),
-        (b'{"messages": []}', "no messages"),
-        (b"{}", "no messages"),
-        (b'{"messages": [\n]}', "2 lines"),
-        (b'\n{"messages": 1}', "line 2: messages is 1"),
-        (b'{"messages": [{"role": "tool", "content": "x"}]}', "messages[0].role"),
-        (b'{"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}', "messages[1].content"),
-        (json.dumps({"messages": [GOOD], "max_tokens": 3}).encode(), "max_tokens beside"),
-        (json.dumps({"messages": [GOOD], "max_token": 3}).encode(), "did you mean max_tokens"),
-        (b'{"messages": [\xff]}', "not UTF-8"),
-        (b"hello", "not JSON"),
-    ],
-)
-def test_a_file_that_is_no_conversation_is_refused_by_name_and_place(tmp_path: Path, text: bytes, wanted: str):
-    path = tmp_path / "bad"
-    path.write_bytes(text)
-    with pytest.raises(UsageError) as caught:
-        read_conversation(path)
-    assert str(path) in str(caught.value) and wanted in str(caught.value)
-
-
-def test_a_line_of_run_is_a_conversation_as_a_line_reads_it(tmp_path: Path):
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    line = {"messages": [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]}
-    assert read_conversation(write_lines(tmp_path / "x", [line])) == (Message("system", "s"), Message("user", "ab"))
 
 
 # ---------------------------------------------------------------- room

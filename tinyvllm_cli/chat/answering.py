@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from tinyvllm_cli.chat.keys import when_resumed
 from tinyvllm_cli.chat.notes import note
+from tinyvllm_cli.chat.streams import settle
 from tinyvllm_cli.said import on_terminal
 from tinyvllm_cli.types import Completion, Failure, Request
 
@@ -33,6 +35,12 @@ class Outcome:
         return None if self.completion is None else self.completion.error
 
     @property
+    def why(self) -> str:
+        """The message of the failure, in the words of somebody who has written no messages but talked."""
+        message = "" if self.failure is None else self.failure.message
+        return message.replace("messages: found", "the conversation has", 1)
+
+    @property
     def cut(self) -> bool:
         return self.completion is not None and any(c.finish_reason == "length" for c in self.completion.choices)
 
@@ -48,9 +56,14 @@ def answer(engine: Engine, request: Request, open_display: OpenDisplay, tell: Te
     stopped: list[bool] = []
     texts: list[str] = []
     made = 0
+
+    def moved() -> None:
+        if display is not None:
+            display.moved()
+
     engine.add(request)
     try:
-        with nullcontext() if tell is None else tell(lambda: stopped.append(True)):
+        with when_resumed(moved), nullcontext() if tell is None else tell(lambda: stopped.append(True)):
             while not stopped:
                 for event in engine.step():
                     if event.request_id != request.request_id:
@@ -77,6 +90,7 @@ def say_what_came(outcome: Outcome, context: int, more_tokens: str) -> None:
     more_tokens: what sets max_tokens."""
     cut = _cut_note(outcome, context, more_tokens)
     if on_terminal():
+        settle()
         note(_figures(outcome))
     if cut:
         note(f"note: the answer is {cut}")

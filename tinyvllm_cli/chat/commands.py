@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from tinyvllm_cli.chat.session import Session
 from tinyvllm_cli.chat.settings import UNFIT
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.io.conversations import write_conversation
-from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, PROMPT_FIELDS
+from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, PROMPT_FIELDS, nearest
 
 Next: TypeAlias = Literal["prompt", "answer", "end"]  # what comes after a command
 Say: TypeAlias = Callable[[str], None]
@@ -32,19 +32,35 @@ class Command:
 
 
 def run_command(line: str, session: Session, say: Say) -> Next:
-    """Do what a line says that begins with a slash. UsageError."""
+    """Do what a line says that begins with a slash. UsageError, whatever goes wrong: it must not end a conversation."""
     name, rest = [*line.split(maxsplit=1), ""][:2]
-    command = COMMANDS.get(name)
-    if command is None:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        if near:
-            raise UsageError(f"unknown command {shorten(name)}, did you mean {near[0]}?")
-        other = "/help lists those that there are, and a turn that begins with / has a space before it"
-        raise UsageError(f"unknown command {shorten(name)}: {other}")
     rest = rest.strip()
+    command = _find(name, rest)
     if rest and not command.argument:
         raise UsageError(f"{name} stands alone, found {shorten(rest)!r} behind it")
-    return command.run(session, rest, say)
+    try:
+        return command.run(session, rest, say)
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{name}: {error}") from None
+
+
+def _find(name: str, rest: str) -> Command:
+    """The command of a name. UsageError where there is none."""
+    lower = name.lower()
+    command = COMMANDS.get(OTHER_NAMES.get(lower, lower))
+    if command is not None:
+        return command
+    if lower == "/load":
+        raise UsageError(
+            f"a saved conversation goes on in a new chat: `tinyvllm chat --load {shorten(rest) or 'FILE'}`"
+        )
+    near = nearest(lower, COMMANDS)
+    if near is not None:
+        raise UsageError(f"unknown command {shorten(name)}, did you mean {near}?")
+    other = "/help lists those that there are, and a turn that begins with / has a space before it"
+    raise UsageError(f"unknown command {shorten(name)}: {other}")
 
 
 def complete(line: str) -> list[str]:
@@ -63,7 +79,7 @@ def shorten(text: str, size: int = SHOWN_CHARS) -> str:
 
 def _help(session: Session, rest: str, say: Say) -> Next:  # noqa: ARG001
     for name, command in COMMANDS.items():
-        say(f"{f'{name} {command.argument}':24}{command.help}")
+        say(f"{f'{name} {command.argument}':18}{command.help}")
     return "prompt"
 
 
@@ -104,17 +120,14 @@ def _retry(session: Session, rest: str, say: Say) -> Next:  # noqa: ARG001
 def _save(session: Session, rest: str, say: Say) -> Next:
     try:
         path = Path(rest).expanduser().resolve() if rest else session.file
-    except (OSError, RuntimeError, ValueError) as error:  # no such home, a loop of links, no name of a file
+    except RuntimeError as error:  # no such home, a loop of links
         raise UsageError(f"cannot write {shorten(rest)}: {error}") from None
     if path is None:
-        raise UsageError("found /save, wanted /save FILE")
+        raise UsageError("found /save, wanted /save FILE: this conversation has no file yet")
     if not session.messages:
         raise UsageError("there is nothing yet that could be saved")
-    if path.exists() and path not in session.files:
-        raise UsageError(f"{path} exists, and is not of this session: give another name")
-    write_conversation(path, session.messages)
-    session.keep_in(path)
-    say(f"saved: {path}; `tinyvllm chat --load FILE` goes on with it")
+    session.keep_in(path, write_conversation(path, session.messages, session.files.get(path)))
+    say(f"saved: `tinyvllm chat --load {shlex.quote(str(path))}` goes on with it")
     return "prompt"
 
 
@@ -125,10 +138,11 @@ def _quit(session: Session, rest: str, say: Say) -> Next:  # noqa: ARG001
 COMMANDS = {
     "/help": Command(_help, "", "this list"),
     "/new": Command(_new, "", "start over, with the same system message"),
-    "/system": Command(_system, "TEXT", "how the model is to answer; - is nothing; without TEXT: what it is"),
-    "/set": Command(_set, "NAME VALUE", "as --set: /set top_p 0.9; null takes it back; without NAME: what is in force"),
+    "/system": Command(_system, "TEXT", "how the model is to answer; - is nothing; alone: what it is"),
+    "/set": Command(_set, "NAME VALUE", "as --set; null takes it back; alone: what is in force"),
     "/undo": Command(_undo, "", "take back the last turn and its answer"),
     "/retry": Command(_retry, "", "another answer to the last turn, drawn with another seed"),
-    "/save": Command(_save, "FILE", "keep the conversation; without FILE where it was kept last"),
+    "/save": Command(_save, "FILE", "keep the conversation; alone: where it was kept last"),
     "/quit": Command(_quit, "", "the end, as ^D"),
 }
+OTHER_NAMES = {"/exit": "/quit", "/q": "/quit", "/clear": "/new"}  # what other programs call them

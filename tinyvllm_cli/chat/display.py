@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 import time
 from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
+from tinyvllm_cli.chat.streams import STDOUT, write_stdout
 from tinyvllm_cli.chat.visible import VisibleText
-from tinyvllm_cli.errors import OutputClosedError, TinyvllmError
 from tinyvllm_cli.said import NO_CURSOR
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from tinyvllm_cli.chat.markdown import Row
     from tinyvllm_cli.chat.pieces import Piece, Place
 
-STDOUT = 1
 DRAW_EVERY_S = 0.06
 MARGIN = 2  # columns left free at the right, where terminals differ in how wide a character is
 
@@ -42,6 +40,10 @@ class AnswerDisplay(Protocol):
         """So many tokens were made and there is nothing to show yet (a thought): a dim line on a terminal."""
         ...
 
+    def moved(self) -> None:
+        """Others have written to the terminal: what was shown is no longer before the cursor."""
+        ...
+
     def close(self) -> None:
         """The answer has ended, or was stopped: all of it is shown, and the cursor is at the start of a new line.
 
@@ -61,21 +63,6 @@ def make_answer_display(*, plain: bool) -> AnswerDisplay:
     # Its own size counts, not what the environment says of it: that stays the same when the terminal is resized.
     environ = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
     return MarkdownDisplay(Console(_environ=environ), write_stdout)
-
-
-def write_stdout(data: bytes) -> None:
-    """All of it, at once. OutputClosedError where the reader is gone, TinyvllmError where it cannot be written."""
-    left = memoryview(data)
-    try:
-        while left:
-            try:
-                left = left[os.write(STDOUT, left) :]
-            except BlockingIOError:  # a terminal or pipe that another program has set to non-blocking
-                select.select([], [STDOUT], [])
-    except BrokenPipeError:
-        raise OutputClosedError("the reader of standard output is gone") from None
-    except OSError as error:
-        raise TinyvllmError(f"cannot write to standard output: {error.strerror}") from error
 
 
 def _status(made: int) -> str:
@@ -104,6 +91,9 @@ class PlainDisplay:
         if self._text and not self._shown and os.environ.get("TERM", "") not in NO_CURSOR:
             self._has_status = True
             self._write(f"{ERASE_ROW}\x1b[2m{_status(made)}\x1b[0m".encode())
+
+    def moved(self) -> None:
+        pass
 
     def close(self) -> None:
         if not self._closed:
@@ -142,9 +132,9 @@ class _Bottom:
 class MarkdownDisplay:
     """Markdown on a terminal. What is finished is written once; of what is not, the rows at the end are redrawn.
 
-    Rows that can be redrawn no more (they would leave the screen, or the terminal has a new size and may have moved
-    them) stay as they are, and the rest of their block is appended to them as it was written. So nothing is ever shown
-    twice or lost, whatever the terminal does.
+    Rows that can be redrawn no more (they would leave the screen, the terminal has a new size and may have moved them,
+    others have written below them) stay as they are, and the rest of their block is appended to them as it was written.
+    So nothing is ever shown twice or lost, whatever the terminal does.
     """
 
     def __init__(self, console: Console, write: Write, *, every_s: float = DRAW_EVERY_S) -> None:
@@ -162,7 +152,7 @@ class MarkdownDisplay:
         self._shown = 0  # characters of the rest that are on the screen
         self._fixed = 0  # those of them in rows that cannot be redrawn
         self._bottom = _Bottom()
-        self._closed = False
+        self._moved = self._closed = False
 
     def push(self, text: str) -> None:
         if text:
@@ -179,6 +169,9 @@ class MarkdownDisplay:
             self._notice_size()
             line = drawn(Text(_status(made), style="dim"), self._console, self._width)
             self._send(self._bottom.replaced(line, live=len(line)))
+
+    def moved(self) -> None:
+        self._moved = True  # no more: it may be called while something is drawn
 
     def close(self) -> None:
         if not self._closed:
@@ -203,12 +196,13 @@ class MarkdownDisplay:
 
     @property
     def _width(self) -> int:
-        return max(self._console.width - MARGIN, 1)
+        return max(self._console.width - MARGIN, 2)  # a wide character has no room in less
 
     def _notice_size(self) -> None:
         """Fix the rows that a new size of the terminal may have moved; a single one is where the cursor is."""
         size, rows = self._console.size, self._bottom.rows
-        if size != self._size and (len(rows) > 1 or any(row.columns > size.width for row in rows)):
+        if self._moved or (size != self._size and (len(rows) > 1 or any(row.columns > size.width for row in rows))):
+            self._moved = False
             self._fix()
         self._size = size
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm_cli.chat.settings import refuse_unfit
+from tinyvllm_cli.chat.notes import note
+from tinyvllm_cli.chat.settings import read_chat_settings
 from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.io.settings import TextOption, check_form, read_schema, read_settings
-from tinyvllm_cli.io.source import open_stdin
+from tinyvllm_cli.io.source import STDIN, open_stdin
 from tinyvllm_cli.machine_options import MachineOptions
 
 if TYPE_CHECKING:
@@ -38,8 +40,6 @@ class ChatOptions(MachineOptions):
 
     def check(self) -> None:
         """UsageError where two of them exclude each other, or the words are no prompt."""
-        if self.words and self.load is not None:
-            raise UsageError("--load goes on with a conversation, whose turns are typed: leave out the prompt")
         if self.words[:1] == ("",):
             raise UsageError("the prompt is empty")
         if len(self.words) > 2 or (len(self.words) == 2 and self.words[1] != "-"):
@@ -73,9 +73,7 @@ class ChatOptions(MachineOptions):
             "choice": self.choice or None,
             "json_schema": None if schema is None else read_schema(schema),
         }
-        settings = read_settings(named, self.set)
-        refuse_unfit(settings)
-        return settings
+        return read_chat_settings(named, self.set)
 
     def check_form(self, settings: Mapping[str, Any], codec: TextCodec) -> None:
         """As of io.settings.check_form()."""
@@ -84,6 +82,8 @@ class ChatOptions(MachineOptions):
 
 def _read_input() -> str:
     """All of standard input. UsageError where there is nothing, or no text."""
+    if os.isatty(STDIN):
+        note("standard input is read for the prompt: ^D on an empty line ends it")
     try:
         text = open_stdin("text").stream.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:

@@ -10,6 +10,7 @@ from typing import Any
 from tinyvllm_cli.chat.settings import Settings
 from tinyvllm_cli.engine.sampling import canonical_request, request_seed, sample_seed
 from tinyvllm_cli.errors import UsageError
+from tinyvllm_cli.io.conversations import Stamp
 from tinyvllm_cli.types import GREEDY_BELOW, Message, Request
 
 
@@ -23,8 +24,8 @@ class Session:
     def __init__(self, settings: Settings, *, run_seed: int = 0, messages: Iterable[Message] = ()) -> None:
         self.settings = settings
         self.messages = tuple(messages)
-        self.file: Path | None = None  # that was loaded, or written last
-        self.files: set[Path] = set()  # that may be written over
+        self.file: Path | None = None  # that was loaded, or written last, and holds this conversation
+        self.files: dict[Path, Stamp] = {}  # that may be written over, as long as nobody else has
         self._run_seed = run_seed
         self._number = 0  # of requests
         self._retries: dict[int, int] = {}  # of each turn, by the number of messages before its answer
@@ -101,15 +102,16 @@ class Session:
         self.messages = self.messages[:place]
         return said
 
-    def keep_in(self, file: Path) -> None:
+    def keep_in(self, file: Path, stamp: Stamp) -> None:
         """A file that holds the messages as they stand, and may be written over."""
         self.file = file
-        self.files.add(file)
+        self.files[file] = stamp
 
     def clear(self) -> None:
         """A new conversation with the same system message."""
         self.messages = self.messages[: self._has_system]
         self._retries = {}
+        self.file = None
 
     def _last_user(self) -> int:
         for place in range(len(self.messages) - 1, -1, -1):
@@ -126,7 +128,8 @@ class Session:
         return _without(self.messages, count)
 
     def drop(self, count: int) -> None:
-        """Leave out so many of the oldest turns, which are not the last."""
+        """Leave out so many of the oldest turns, which are not the last, and stay in the file."""
+        self.file = None
         self._before = (_without(self._before[0], count), {})
         self.messages, self._retries = self.without(count), {}
 

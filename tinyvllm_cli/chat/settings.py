@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli.errors import RequestError, UsageError
@@ -16,19 +17,24 @@ if TYPE_CHECKING:
 
 TEMPERATURE = 0.7  # where the model suggests none: a conversation is no measurement
 UNFIT = {
-    "n": "n is not for a chat, where a turn has one answer: /retry draws another",
+    "n": "n is not for a chat, where a turn has one answer: `tinyvllm run -n` draws several",
     "logprobs": "logprobs is not for a chat, which shows none: `tinyvllm run` writes them",
     "continue_final_message": "continue_final_message is not for a chat, where the last message is always yours",
 }
 
 
-def refuse_unfit(values: Mapping[str, Any]) -> None:
-    """UsageError for what would change nothing in a conversation, or leave it without answers."""
+def read_chat_settings(options: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """As read_settings(). UsageError also for what would change nothing in a chat, or leave it without answers."""
+    try:
+        values = read_settings(options, assignments)
+    except UsageError as error:
+        raise UsageError(re.sub(r"(max.tokens is .*, wanted an integer >= )0$", r"\g<1>1", str(error))) from None
     for name in values:
         if name in UNFIT:
             raise UsageError(UNFIT[name])
     if values.get("max_tokens") == 0:
-        raise UsageError("max_tokens is 0, wanted at least 1: a chat is there for its answers")
+        raise UsageError("max_tokens is 0, wanted an integer >= 1: a chat is there for its answers")
+    return values
 
 
 class Settings:
@@ -46,10 +52,9 @@ class Settings:
         values = {other: value for other, value in self._values.items() if other != name}
         if text != "null" or name not in FIELDS:
             try:
-                given = read_settings({}, [f"{name}={text}"])
+                given = read_chat_settings({}, [f"{name}={text}"])
             except UsageError as error:
                 raise UsageError(str(error).removeprefix("--set: ")) from None
-            refuse_unfit(given)
             if name in FORM_FIELDS:  # an answer has one form: the new one
                 values = {other: value for other, value in values.items() if other not in FORM_FIELDS}
             values |= given

@@ -64,7 +64,7 @@ class Talk:
             while _too_long(outcome) and self._make_room("the conversation no longer fits"):
                 outcome = self._ask()
             if outcome.failure is not None:
-                raise RequestError(outcome.failure.type, outcome.failure.message, outcome.failure.field)
+                raise RequestError(outcome.failure.type, outcome.why, outcome.failure.field)
         except BaseException:
             self._session.take_back()
             raise

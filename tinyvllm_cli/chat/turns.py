@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tinyvllm_cli.chat.display import AnswerDisplay, make_answer_display, write_stdout
+from tinyvllm_cli.chat.display import AnswerDisplay, make_answer_display
+from tinyvllm_cli.chat.notes import complain
 from tinyvllm_cli.chat.session import Session
+from tinyvllm_cli.chat.streams import write_stdout
 from tinyvllm_cli.chat.talk import Talk
 from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, RequestError, UsageError
 from tinyvllm_cli.io.prompts import Line, decode_line
-from tinyvllm_cli.said import warn
 
 if TYPE_CHECKING:
     from tinyvllm_cli.load import LoadedModel
@@ -33,13 +34,13 @@ def talk_through(session: Session, loaded: LoadedModel, lines: Iterator[Line]) -
         if session.waits:
             talk.answer()
     except (RequestError, UsageError) as error:
-        warn(f"error: the last message of the conversation: {error}")
+        complain(f"the last message of the conversation: {error}")
         code = EXIT_SOME_FAILED
     for line in lines:
         try:
             if not talk.take(decode_line(line.text)):
                 break
         except (RequestError, UsageError) as error:
-            warn(f"error: line {line.number}: {error}")
+            complain(f"line {line.number}: {error}")
             code = EXIT_SOME_FAILED
     return code

@@ -114,13 +114,21 @@ def _not_understood(error: click.ClickException) -> int:
         return error.exit_code
     context = error.ctx if isinstance(error, click.UsageError) else None
     hint = f"; see `{context.command_path} --help`" if context else ""
-    if isinstance(error, click.NoSuchOption) and context and "set" in {each.name for each in context.command.params}:
-        from tinyvllm_cli.io.fields import ANSWER_FIELDS, PROMPT_FIELDS
-
-        name = error.option_name.lstrip("-").replace("-", "_")
-        if name in ANSWER_FIELDS | PROMPT_FIELDS:
-            return _say(f"No such option '{error.option_name}': write --set {name}=VALUE{hint}", error.exit_code)
+    if isinstance(error, click.NoSuchOption) and context:
+        instead = _instead(error.option_name, context.command)
+        return _say(f"No such option '{error.option_name}'{instead}{hint}", error.exit_code)
     return _say(error.format_message().rstrip(".") + hint, error.exit_code)
+
+
+def _instead(option: str, command: click.Command) -> str:
+    """What could be written in the place of an option that there is not, as the rest of a sentence."""
+    from tinyvllm_cli.io.fields import ANSWER_FIELDS, PROMPT_FIELDS, nearest
+
+    name = option.lstrip("-").replace("-", "_")
+    if name in ANSWER_FIELDS | PROMPT_FIELDS and "set" in {each.name for each in command.params}:
+        return f": write --set {name}=VALUE"
+    near = nearest(option, [each for parameter in command.params for each in parameter.opts])
+    return f" (did you mean {near}?)" if near else ""
 
 
 def _failed(error: Exception) -> int:

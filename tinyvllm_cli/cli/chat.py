@@ -24,6 +24,7 @@ Examples:
   git diff | tinyvllm chat "What does this change?" -
   tinyvllm chat -s "You are a pirate." --temperature 0.9 --set top_p=0.95
   tinyvllm chat --load talk.jsonl
+  tinyvllm chat --load talk.jsonl "And in one sentence?"
   tinyvllm chat "Is the sky green?" --choice yes --choice no
   tinyvllm chat --plain < turns.txt
 """
@@ -87,4 +88,4 @@ def chat(context: click.Context, /, **options: Any) -> None:
     from tinyvllm_cli.chat.options import ChatOptions
     from tinyvllm_cli.chat.start import run_chat
 
-    context.exit(run_chat(ChatOptions(**options), context.obj.tell))
+    context.exit(run_chat(ChatOptions(**options), context.obj))

@@ -27,8 +27,9 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._received: int | None = None
-        self._held = False
+        self._held: Callable[[], None] | None = None
         self._told: Callable[[], None] | None = None
+        self._restore: Callable[[], None] | None = None
 
     def install(self) -> None:
         """SIGHUP stays ignored where it was (nohup)."""
@@ -38,13 +39,13 @@ class Interrupts:
         signal.signal(signal.SIGALRM, self._leave)
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """A signal that comes inside takes effect at the end of the block."""
-        self._held = True
+    def hold(self, told: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """A signal that comes inside takes effect at the end of the block, or after GRACE_S. `told` is called first."""
+        self._held = told
         try:
             yield
         finally:
-            self._held = False
+            self._held = None
         if self._received is not None:
             raise Interrupted(self._received)
 
@@ -57,6 +58,15 @@ class Interrupts:
         finally:
             self._told = outer
 
+    @contextmanager
+    def restoring(self, restore: Callable[[], None]) -> Iterator[None]:
+        """`restore` is called before the process ends at once, which leaves no block in good order."""
+        self._restore = restore
+        try:
+            yield
+        finally:
+            self._restore = None
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGINT and self._told is not None:
             self._told()
@@ -65,10 +75,13 @@ class Interrupts:
             self._leave(signum, frame)
         self._received = signum
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-        if not self._held:
+        if self._held is None:
             raise Interrupted(signum)
+        self._held()
 
     def _leave(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if self._restore is not None:
+            self._restore()
         with suppress(OSError):
             # Out of the line of a progress bar; not where the terminal takes nothing (^S) and would hold us.
             if os.isatty(STDERR) and select.select([], [STDERR], [], 0)[1]:

@@ -139,6 +139,12 @@ OTHER_NAMES = {
 }
 
 
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The one that begins with `name`, where only one does, else the one most like it; None: none is near."""
+    longer = [each for each in known if name and each.startswith(name)]
+    return longer[0] if len(longer) == 1 else next(iter(difflib.get_close_matches(name, known, 1)), None)
+
+
 def unknown_field(name: str, known: Collection[str]) -> RequestError:
     """Names the nearest of `known`, where one is near."""
     name = name[:SHOWN_CHARS]
@@ -146,8 +152,9 @@ def unknown_field(name: str, known: Collection[str]) -> RequestError:
     other = OTHER_NAMES.get(name)
     if other and (field := other.split()[0]) in FIELDS and field not in known:  # not a line that takes a prompt so
         other = None
-    nearest = other or next(iter(difflib.get_close_matches(name, known, 1)), None)
-    hint = f", did you mean {nearest}?" if nearest else ""
+    can_be = [each for each in known if each not in FIELDS or FIELDS[each].neutral is None]
+    near = other or nearest(name, can_be)
+    hint = f", did you mean {near}?" if near else ""
     return RequestError("unknown_field", f"unknown field {plain}{hint}", plain)
 
 
