@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import draw_laws
@@ -12,6 +13,7 @@ from cuda_emulator import EmulatedKernels, Emulator
 from gpu_tools import OpDevice
 from sample_tools import FILTERS, draw
 
+from tinyvllm_cli.backends.gpu import sample
 from tinyvllm_cli.backends.gpu.kernels import kernel_sources
 from tinyvllm_cli.types import MAX_TOP_LOGPROBS, SlotOptions
 
@@ -31,11 +33,13 @@ class HostArray(np.ndarray):
         self[...] = array
 
 
-@pytest.fixture(scope="module")
-def device() -> OpDevice:
-    return OpDevice(
-        "bfloat16", 64, EmulatedKernels("bfloat16", 64), None, None, lambda array: np.array(array).view(HostArray)
-    )
+@pytest.fixture(scope="module", params=[False, True], ids=["by one block", "looked at by many"])
+def device(request: pytest.FixtureRequest) -> Iterator[OpDevice]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "SCAN_VOCAB", 0 if request.param else 1 << 30)
+        yield OpDevice(
+            "bfloat16", 64, EmulatedKernels("bfloat16", 64), None, None, lambda array: np.array(array).view(HostArray)
+        )
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,8 @@ def qkv_rope_write(
     num_heads = q.shape[1]
     sizes = (num_rows, num_heads, num_kv_heads, rows.width, layer, num_layers)
     places = (rows.positions, rows.slots, rows.block_tables)
-    if _norms_on_the_way(device, qkv, y, num_rows) and q_norm is None and cache.kv_dtype == "auto":
+    few = num_rows <= skinny.MAX_NORMED_ROWS
+    if few and q_norm is None and cache.kv_dtype == "auto" and _norms_on_the_way(device, qkv, y, num_rows):
         all_in_one = (q, cache.blocks, x, norm, qkv.data, bias, *rope, *places, *sizes, x.shape[1], eps)
         skinny.normed_qkv(device.kernels, device.stream, qkv.data, all_in_one, num_rows)
         return q[:num_rows]
@@ -103,7 +104,7 @@ def out_proj_add(device: Device, x: Array, h: Array, *, weight: Weight, bias: Ar
 def gate_up_silu(device: Device, x: Array, *, norm: Array, eps: float, weight: Weight, bias: Array | None) -> Array:
     """h elem[T, I] = SiLU(gate) * up of the normed rows; weight [2 I, H], its rows in turn 8 of gate, 8 of up."""
     h, y, num_rows = device.buffers.activated, device.buffers.gate_up, len(x)
-    if _norms_on_the_way(device, weight, y, num_rows):
+    if num_rows <= skinny.MAX_NORMED_ROWS and _norms_on_the_way(device, weight, y, num_rows):
         skinny.normed_silu(device.kernels, device.stream, h, x, norm, weight.data, bias, num_rows, eps)
         return h[:num_rows]
     _norm_product(device, x, norm, eps, weight, y, num_rows)
@@ -129,7 +130,7 @@ def norm_lm_head(device: Device, x: Array, rows: Rows, *, norm: Array, eps: floa
 
 def _norm_product(device: Device, x: Array, norm: Array, eps: float, weight: Weight, out: Array, num_rows: int) -> None:
     """out[:num_rows] = normed x @ weight.T."""
-    if _norms_on_the_way(device, weight, out, num_rows):
+    if num_rows <= skinny.MAX_NORMED_ROWS and _norms_on_the_way(device, weight, out, num_rows):
         skinny.normed_product(device.kernels, device.stream, out, x, norm, weight.data, num_rows, eps)
         return
     normed = device.buffers.normed
@@ -138,9 +139,10 @@ def _norm_product(device: Device, x: Array, norm: Array, eps: float, weight: Wei
 
 
 def _norms_on_the_way(device: Device, weight: Weight, out: Array, num_rows: int) -> bool:
-    """Whether one kernel norms and multiplies: where our own is taken for the product of the normed rows."""
+    """Whether one kernel norms and multiplies so few rows: where our own is taken for the product of the normed ones.
+    To ask takes the host a while, which steps of more rows do not have."""
     normed, data = device.buffers.normed, weight.data
-    return skinny.norms(num_rows, data.shape[1]) and device.blas.is_skinny(out, normed, data, num_rows)
+    return data.shape[1] <= skinny.MAX_NORMED_COLUMNS and device.blas.is_skinny(out, normed, data, num_rows)
 
 
 def _rms_norm(

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from tinyvllm_cli.backends.gpu.slots import Slots
 
 THREADS = 1024  # of a block: what the kernels are written for
-SCAN_PARTS = 32  # blocks that take a first look at a row, where there are few rows: one block would be long about it
-SCAN_ROWS = 8
+# Blocks that take a first look at a row, where it is long and there are few of them: one block would be long about it.
+SCAN_PARTS = 32
+SCAN_ROWS, SCAN_VOCAB = 8, 1 << 14  # at most, and at least
 SCAN_BYTES = 16  # the struct Scan in cuda/sample.cu
 MAX_VOCAB = 1 << 21  # ids that fit into a rank: ID_BITS of cuda/select.cuh
 ALWAYS = 2**31 - 1  # before every position
@@ -183,7 +184,8 @@ def sample(device: Device, logits: Array, rows: Rows, slots: Slots, *, num_ids: 
     buffers, draw, stride = device.buffers, rows.draw, logits.strides[0] // logits.itemsize
     out = (buffers.token_ids, buffers.logprobs, buffers.top_ids, buffers.top_logprobs)
     kept = (slots.token_table, buffers.draw_ticket, logits)
-    scans = _scan(device, logits, rows, stride, num_ids) if rows.num_sampled <= SCAN_ROWS else None
+    few_and_long = rows.num_sampled <= SCAN_ROWS and logits.shape[1] >= SCAN_VOCAB
+    scans = _scan(device, logits, rows, stride, num_ids) if few_and_long else None
     scratch, places = (buffers.masks, buffers.raw_logits), (rows.sample_slots, rows.sample_positions)
     sizes = (rows.num_sampled, logits.shape[1], stride, num_ids, slots.token_table.shape[1])
     for draws in draw.launches:

@@ -68,11 +68,6 @@ def multiply(kernels: Kernels, stream: Any, out: Any, a: Any, weight: Any, rows:
     kernels.launch(f"skinny_{name}", (-(-n // tiling.rows),), threads, args, stream=stream, shared=shared)
 
 
-def norms(rows: int, k: int) -> bool:
-    """Whether a product of so many rows of the residual stream may norm them on their way."""
-    return rows <= MAX_NORMED_ROWS and k <= MAX_NORMED_COLUMNS
-
-
 def normed_product(
     kernels: Kernels, stream: Any, out: Any, x: Any, norm: Any, weight: Any, rows: int, eps: float
 ) -> None:
