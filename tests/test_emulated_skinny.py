@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import skinny_laws
 from cuda_emulator import EmulatedKernels
-from gpu_tools import DTYPES, OpDevice
+from gpu_tools import DTYPES, NUMPY_DTYPE, OpDevice
 
-from tinyvllm_cli.backends.gpu import skinny
+from tinyvllm_cli.backends.gpu import ops, skinny
 from tinyvllm_cli.backends.gpu.kernels import kernel_sources
 from tinyvllm_cli.backends.gpu.ops import NORM_THREADS
 from tinyvllm_cli.config import DtypeName
@@ -86,6 +88,49 @@ def test_all_before_attention_in_one_has_the_bits_of_each(head_dim: int, with_bi
     device = OpDevice("bfloat16", head_dim, kernels, blas=None, stream=None, place=np.array)
     for rows in range(1, skinny.MAX_NORMED_ROWS + 1):
         skinny_laws.is_as_its_parts_up_to_the_cache(device, rows, 72, with_bias=with_bias)
+
+
+class Products:
+    """Of Blas, what runs by our own kernels; few_in_one: whether ops may take those that norm."""
+
+    def __init__(self, kernels: EmulatedKernels, few_in_one: bool) -> None:
+        self.kernels, self.few_in_one = kernels, few_in_one
+
+    def is_skinny(self, *arrays: Any) -> bool:
+        return self.few_in_one
+
+    def product(self, out: Any, a: Any, weight: Any, rows: int) -> None:
+        skinny.multiply(self.kernels, None, out, a, weight, rows, add=False)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_ops_give_the_same_bits_where_few_rows_go_through_one_kernel(rows: int):
+    """And more than few go through it nowhere."""
+    hidden, inner, heads, kv_heads, width = 128, 192, 4, 2, 4
+    rng, elem, columns = np.random.default_rng(rows), NUMPY_DTYPE["bfloat16"], (heads + 2 * kv_heads) * 64
+    qkv, gate_up = (
+        SimpleNamespace(data=(rng.standard_normal((n, hidden)) / 10).astype(elem)) for n in (columns, 2 * inner)
+    )
+    x, norm = rng.standard_normal((rows, hidden), np.float32), rng.standard_normal(hidden, np.float32)
+    rope = (rng.random((64, 32), np.float32), rng.random((64, 32), np.float32))
+    tables = 1 + np.arange(3 * width, dtype=np.int32).reshape(3, width) % 8
+    numbers = np.arange(rows, dtype=np.int32)
+    step = SimpleNamespace(num_rows=rows, width=width, positions=5 + numbers, slots=numbers % 2, block_tables=tables)
+
+    def bits(few_in_one: bool) -> tuple[list[bytes], int]:
+        kernels = EmulatedKernels("bfloat16", 64)
+        shapes = {"q": (8, heads, 64), "qkv": (8, columns), "normed": (8, hidden), "gate_up": (8, 2 * inner)}
+        buffers = {name: np.zeros(shape, elem) for name, shape in {**shapes, "activated": (8, inner)}.items()}
+        device = OpDevice("bfloat16", 64, kernels, Products(kernels, few_in_one), None, np.array)
+        device = device.with_buffers(**buffers)
+        cache = SimpleNamespace(blocks=np.zeros((9, 2, 2, kv_heads, 16, 64), elem), kv_dtype="auto")
+        given = {"norm": norm, "eps": 1e-5, "bias": None}
+        q = ops.qkv_rope_write(device, x, cache, step, layer=1, qkv=qkv, q_norm=None, k_norm=None, rope=rope, **given)
+        h = ops.gate_up_silu(device, x, weight=gate_up, **given)
+        return [q.tobytes(), h.tobytes(), cache.blocks.tobytes()], kernels.counts["normed_qkv"]
+
+    (apart, none), (together, some) = bits(False), bits(True)
+    assert together == apart and none == 0 and some == (rows <= skinny.MAX_NORMED_ROWS)
 
 
 def test_the_constants_of_a_launch_are_those_of_the_kernel():
