@@ -27,6 +27,8 @@ for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 if TYPE_CHECKING:
     from emulated_cuda import Runtime
 
+    from tinyvllm_cli.load import LoadedModel
+
 settings.register_profile("patient", deadline=None)  # how long an example takes says more of the machine than of us
 settings.load_profile("patient")
 
@@ -136,6 +138,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with random weights; nobody changes it."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> "Iterator[LoadedModel]":
+    """The chat model of a module, loaded for one answer at a time. model: the module's own fixture."""
+    from chats import load
+
+    found = load(model)
+    yield found
+    found.close()
 
 
 @pytest.fixture

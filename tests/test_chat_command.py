@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chats import Nowhere, answered, chat_model, load, session, talk
+from chats import Nowhere, answered, chat_model, session, talk
 from command import TINYVLLM, run_apart, write_lines
 
 from tinyvllm_cli.chat import repl
@@ -30,13 +30,6 @@ FIELDS = {"regex": "[a-z ]{200}", "temperature": 0.7}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_model(tmp_path_factory.mktemp("models") / "chat", max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def loaded(model: Path) -> Iterator[LoadedModel]:
-    found = load(model)
-    yield found
-    found.close()
 
 
 def chat(model: Path, *words: str | Path, stdin: bytes = b"") -> tuple[int, str, str]:

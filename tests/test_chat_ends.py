@@ -7,7 +7,6 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pexpect
@@ -23,7 +22,7 @@ from chat_terminal import (
     saved,
     words_of,
 )
-from chats import answered, chat_model, load, session
+from chats import answered, chat_model, session
 from command import write_lines
 
 from tinyvllm_cli.chat.repl import HINTS
@@ -37,13 +36,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_model(tmp_path_factory.mktemp("models") / "chat")
-
-
-@pytest.fixture(scope="module")
-def loaded(model: Path) -> Iterator[LoadedModel]:
-    found = load(model)
-    yield found
-    found.close()
 
 
 def test_notes_and_errors_are_divided_between_words(model: Path, tmp_path: Path):

@@ -3,11 +3,11 @@
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chats import answered, chat_model, do, load, refused, session, stamp, talk
+from chats import answered, chat_model, do, refused, session, stamp, talk
 from command import read_answers, run_here, write_lines
 
 from tinyvllm_cli.chat.session import Session
@@ -20,13 +20,6 @@ from tinyvllm_cli.types import Message
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_model(tmp_path_factory.mktemp("models") / "chat", max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def loaded(model: Path) -> Iterator[LoadedModel]:
-    found = load(model)
-    yield found
-    found.close()
 
 
 def test_what_is_saved_and_loaded_goes_on_as_if_nothing_had_been(loaded: LoadedModel, tmp_path: Path):

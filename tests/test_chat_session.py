@@ -33,13 +33,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_model(tmp_path_factory.mktemp("models") / "chat", max_position_embeddings=512)
 
 
-@pytest.fixture(scope="module")
-def loaded(model: Path) -> Iterator[LoadedModel]:
-    found = load(model)
-    yield found
-    found.close()
-
-
 # ---------------------------------------------------------------- turns
 
 

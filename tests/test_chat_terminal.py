@@ -3,7 +3,6 @@
 import os
 import re
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from chat_terminal import (
     saved,
     words_of,
 )
-from chats import answered, chat_model, load, session
+from chats import answered, chat_model, session
 from screen import Screen
 
 from tinyvllm_cli.errors import EXIT_OK
@@ -35,13 +34,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_model(tmp_path_factory.mktemp("models") / "chat")
-
-
-@pytest.fixture(scope="module")
-def loaded(model: Path) -> Iterator[LoadedModel]:
-    found = load(model)
-    yield found
-    found.close()
 
 
 # ---------------------------------------------------------------- turns

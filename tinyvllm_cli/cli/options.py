@@ -9,7 +9,7 @@ import click
 
 from tinyvllm_cli.backends.choose import BackendName, engine_defaults
 from tinyvllm_cli.cli.completion import COMPLETIONS
-from tinyvllm_cli.config import DEFAULT_MODEL, GPU_MEMORY, AskedDtype, KVDtypeName, read_memory
+from tinyvllm_cli.config import DEFAULT_MODEL, GPU_MEMORY, MOST, AskedDtype, KVDtypeName, read_memory
 from tinyvllm_cli.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -293,14 +293,14 @@ MACHINE = (
     ),
     option(
         "--slots",
-        type=click.IntRange(1, 2**16),
+        type=click.IntRange(1, MOST["slots"]),
         metavar="N",
         help=f"Requests at once.  [default: {engine_defaults('gpu').slots} on a GPU, "
         f"{engine_defaults('cpu').slots} on a CPU]",
     ),
     option(
         "--max-model-len",
-        type=click.IntRange(1, 2**31 - 1),
+        type=click.IntRange(1, MOST["max_model_len"]),
         metavar="N",
         help="Tokens of a text at most, prompt and answer together.  [default: the model's, or what fits]",
     ),
@@ -315,7 +315,7 @@ MACHINE = (
     option("--no-prefix-cache", is_flag=True, help="Compute each prompt anew, also where others begin alike."),
     option(
         "--threads",
-        type=click.IntRange(1, 4096),
+        type=click.IntRange(1, MOST["threads"]),
         metavar="N",
         help="Of the CPU backend.  [default: the CPUs this process may use]",
     ),
