@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +151,15 @@ def test_a_file_that_is_no_conversation_is_refused_by_name_and_place(tmp_path: P
     with pytest.raises(UsageError) as caught:
         read_conversation(path)
     assert str(path) in str(caught.value) and wanted in str(caught.value)
+
+
+def test_the_command_that_makes_one_line_of_a_conversation_does_so_for_any_name(tmp_path: Path):
+    path = tmp_path / "my talk"
+    path.write_text(json.dumps({"messages": [GOOD]}, indent=2))
+    with pytest.raises(UsageError) as caught:
+        read_conversation(path)
+    (command,) = re.findall("`(.*)`", str(caught.value))
+    assert shlex.split(command) == ["jq", "-c", ".", str(path)]
 
 
 def test_a_line_of_run_is_a_conversation_as_a_line_reads_it(tmp_path: Path):

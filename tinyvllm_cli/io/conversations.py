@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import tempfile
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ def read_conversation(path: Path) -> tuple[tuple[Message, ...], Stamp | None]:
 def _messages(path: Path, text: bytes) -> tuple[Message, ...]:
     lines = list(read_lines(BytesIO(text)))
     if len(lines) != 1:
-        hint = f": `jq -c . {path}` makes one of it" if lines and _is_json(text) else ""
+        hint = f": `jq -c . {shlex.quote(str(path))}` makes one of it" if lines and _is_json(text) else ""
         raise UsageError(f"{path} has {len(lines) or 'no'} lines, {WANTED}{hint}")
     try:
         values = read_fields(split_fields(lines[0].text))
