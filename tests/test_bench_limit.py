@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyvllm_cli.backends.timing import Rates
-from tinyvllm_cli.bench.limit import Limit, compute_limit
+from tinyvllm_cli.bench.limit import Costs, Limit, compute_limit
 from tinyvllm_cli.bench.workloads import NAMED, named_requests, shared_tokens
 from tinyvllm_cli.config import ModelConfig
 from tinyvllm_cli.model.random_weights import random_config
@@ -87,6 +87,17 @@ def test_one_request_is_a_prompt_and_then_a_token_a_step():
     assert found.bytes == 2 * weights * output + moved
     assert found.flops == 2 * ((prompt + 2) * (weights - head) + 3 * head) + attention
     assert found.seconds == pytest.approx(3 * reads + moved / H200.read + attention / H200.product)
+
+
+def test_a_limit_is_the_sum_of_those_of_its_steps():
+    """Two requests in two slots: both prompts, a step of both, one of the second alone."""
+    config = random_config("smollm2-135m")
+    costs = Costs.of(config, 2, 2 * config.num_layers * 2 * config.num_kv_heads * config.head_dim)
+    prompts = costs.step(H200, rows=30, sampled=2, attended=0, pairs=10 * 11 // 2 + 20 * 21 // 2)
+    steps = [costs.decode_step(H200, rows=2, context=15), costs.decode_step(H200, rows=1, context=21)]
+    whole, found = sum(steps, prompts), limit([(10, 2), (20, 3)], config)
+    assert (found.steps, found.bytes, found.flops) == (whole.steps, whole.bytes, whole.flops)
+    assert found.seconds == pytest.approx(whole.seconds)
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=12)

@@ -70,10 +70,10 @@ def run_bench(options: BenchOptions, *, command: list[str], hold: Hold = nullcon
     json_path = None if options.json is None else check_result_file("--json", options.json, MARK)
     trace_path = None if options.trace is None else check_result_file("--trace", options.trace, TRACE_MARK)
     given = _file_requests(options)
-    display, facts = Display(shown=sys.stderr is not None and sys.stderr.isatty()), _facts(command)
+    display, facts = Display(shown=sys.stderr is not None and sys.stderr.isatty()), result_facts(MARK, command)
     display.say("opening the model")
     with closing(_open(options)) as subject:
-        facts |= _subject_facts(subject, facts["machine"])
+        facts |= subject_facts(subject, facts["machine"])
         display.say(subject_line(facts))
         requests = named_requests(options.workload, subject.num_ids) if given is None else given
         whole = trace_path is not None
@@ -146,13 +146,13 @@ def _start(subject: Subject, options: BenchOptions, display: Display) -> StartTi
     return time_start(subject.path, options.run_options(), most)
 
 
-def _facts(command: list[str]) -> dict[str, Any]:
-    """What is known before the model is, for JSON."""
+def result_facts(mark: str, command: list[str]) -> dict[str, Any]:
+    """What is known before the model is, for JSON. mark: the first key."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    return {MARK: FORM, "tinyvllm": __version__, "command": command, "started": started, "machine": machine_facts()}
+    return {mark: FORM, "tinyvllm": __version__, "command": command, "started": started, "machine": machine_facts()}
 
 
-def _subject_facts(subject: Subject, machine: Mapping[str, Any]) -> dict[str, Any]:
+def subject_facts(subject: Subject, machine: Mapping[str, Any]) -> dict[str, Any]:
     """What is measured."""
     facts = subject.backend.facts
     threads = {"threads": subject.engine.threads or machine["available_cpus"]} if facts.name == "cpu" else {}

@@ -28,17 +28,23 @@ from tinyvllm_cli.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a workload takes at least."""
+    """What a workload, or a part of it, takes at least."""
 
     seconds: float
     steps: int
     bytes: float  # read and written, over all steps
     flops: float
 
+    def __add__(self, other: Limit) -> Limit:
+        """Of one after the other."""
+        return Limit(
+            self.seconds + other.seconds, self.steps + other.steps, self.bytes + other.bytes, self.flops + other.flops
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class _Costs:
-    """Of one model."""
+class Costs:
+    """What a step of one model has to move and to multiply."""
 
     body: int  # weights of all layers' matrices
     head: int
@@ -47,7 +53,8 @@ class _Costs:
     pair_flops: int  # of a query row and a token that it attends to, over all layers
 
     @classmethod
-    def of(cls, c: ModelConfig, elem_bytes: int, token_bytes: int) -> _Costs:
+    def of(cls, c: ModelConfig, elem_bytes: int, token_bytes: int) -> Costs:
+        """elem_bytes: of a weight; token_bytes: of K and V of one token, over all layers, as they are held."""
         heads = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         body, head = c.num_layers * c.hidden_size * (heads + 3 * c.intermediate_size), c.vocab_size * c.hidden_size
         return cls(
@@ -57,6 +64,20 @@ class _Costs:
             weight_bytes=elem_bytes * (body + head),
             pair_flops=4 * c.num_layers * c.num_heads * c.head_dim,
         )
+
+    def step(self, rates: Rates, *, rows: int, sampled: int, attended: int, pairs: int = 0) -> Limit:
+        """One step. rows: that are computed, of which a token is drawn from `sampled`; attended: tokens whose K and V
+        decoding rows read; pairs: of a prompt's row and a token that it attends to.
+        """
+        products = 2.0 * (rows * self.body + sampled * self.head)
+        moved, attention = self.token_bytes * (attended + rows), float(self.pair_flops * pairs)
+        seconds = max(self.weight_bytes / rates.read, products / rates.product)
+        seconds += moved / rates.read + attention / rates.product
+        return Limit(seconds, 1, self.weight_bytes + moved, products + attention)
+
+    def decode_step(self, rates: Rates, *, rows: int, context: float) -> Limit:
+        """A step in which `rows` sequences get a token each, behind `context` tokens on the average that none share."""
+        return self.step(rates, rows=rows, sampled=rows, attended=round(rows * (context + 1)))
 
 
 def compute_limit(
@@ -72,12 +93,12 @@ def compute_limit(
     """lengths: (prompt tokens, output tokens) of each request in its order; elem_bytes: of a weight; token_bytes: of K
     and V of one token, over all layers, as they are held; shared: tokens that every prompt begins with.
     """
-    costs = _Costs.of(config, elem_bytes, token_bytes)
+    costs = Costs.of(config, elem_bytes, token_bytes)
     queue = deque((prompt, output) for prompt, output in lengths if output)
     context = np.zeros(slots, np.int64)  # tokens of a slot whose K and V are in place
     left = np.zeros(slots, np.int64)  # tokens that it is still to give
     computed = 0  # of the shared tokens: none until the first prompt brings them
-    seconds = nbytes = flops = steps = 0.0
+    found = Limit(0.0, 0, 0.0, 0.0)
     while queue or left.any():
         decoding = left > 0
         rows = sampled = int(decoding.sum())
@@ -91,11 +112,5 @@ def compute_limit(
             rows, sampled, pairs = rows + new, sampled + 1, pairs + new * (2 * prompt - new + 1) // 2
             context[slot], computed = prompt, shared
             left[slot] -= 1
-        products = 2.0 * (rows * costs.body + sampled * costs.head)
-        moved = costs.token_bytes * (attended + rows)
-        seconds += max(costs.weight_bytes / rates.read, products / rates.product)
-        seconds += moved / rates.read + costs.pair_flops * pairs / rates.product
-        nbytes += costs.weight_bytes + moved
-        flops += products + costs.pair_flops * pairs
-        steps += 1
-    return Limit(seconds, int(steps), nbytes, flops)
+        found += costs.step(rates, rows=rows, sampled=sampled, attended=attended, pairs=pairs)
+    return found
