@@ -15,11 +15,10 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
-from gpu_timeline import equal_rows, kernel_works
+from gpu_timeline import equal_rows, fill_pool, kernel_works
 
 from tinyvllm_cli.backends.gpu import ops
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
-from tinyvllm_cli.backends.gpu.device import elem_dtype
 from tinyvllm_cli.backends.gpu.random_weights import fill_matrix
 from tinyvllm_cli.backends.gpu.timing import GpuTiming
 from tinyvllm_cli.bench.subject import open_random
@@ -87,9 +86,8 @@ def main() -> None:
         backend = subject.backend
         assert isinstance(backend, GpuBackend)
         timing = GpuTiming(backend)
-        device, blocks = backend._device, backend._cache.blocks
-        numbers = blocks.view(elem_dtype(backend.facts.dtype))  # any bytes are codes, and time depends on none
-        fill_matrix(device, numbers.reshape(len(numbers), -1), 0, 0)
+        device = backend._device
+        fill_pool(backend)
         fill_matrix(device, device.buffers.q.reshape(len(device.buffers.q), -1), 0, 1)
         for slot in range(backend.limits.max_slots):
             backend.bind(slot, [1], SlotOptions())

@@ -1,36 +1,44 @@
 """Where the time of a step goes on a GPU: every kernel and product, its bytes and operations, and how near the limit.
 
     python benchmarks/gpu_timeline.py
-    python benchmarks/gpu_timeline.py --model llama-3.1-8b --rows 1 256
+    python benchmarks/gpu_timeline.py --model llama-3.1-8b --rows 1 256 --context 2048 --json timeline.json
 
 Random weights; decode steps of so many rows behind 800 tokens each, and a step of 8 prompts of 1,024. Kernels are timed
 one by one, with events before and after each, while the device has enough to do that it never waits for the host: what
-a kernel gains by starting before the end of the one before is not in it. The last line of a table is the step as a run
-makes it, captured where it only decodes.
+a kernel gains by starting before the end of the one before is not in it. The last lines of a table are the step as a
+run makes it, captured where it only decodes, and what that is more than all one by one: gaps, or, below zero, what is
+gained and what the events cost. gpu_workload_time.py has the same for the steps of whole workloads.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import figures_file
 import numpy as np
 
 from tinyvllm_cli.backends.gpu import ops
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
+from tinyvllm_cli.backends.gpu.device import elem_dtype
+from tinyvllm_cli.backends.gpu.random_weights import fill_matrix
 from tinyvllm_cli.backends.gpu.timing import GpuTiming
 from tinyvllm_cli.backends.timing import Rates
 from tinyvllm_cli.bench.subject import open_random
 from tinyvllm_cli.config import BLOCK_SIZE, EngineOptions, ModelConfig
 from tinyvllm_cli.types import I32, Batch, SlotOptions
 
-CONTEXT, PROMPT, PROMPTS = 800, 1024, 8  # tokens in place before a decode step; tokens of each prompt, how many
-BUSY_PRODUCTS = 40  # of 8,192 rows, about 0.8 ms each on an H200: longer than the host needs for a step
+PROMPT, PROMPTS = 1024, 8  # tokens of each prompt, how many
+MARK = "tinyvllm_timeline"
+# Products of 8,192 rows, 0.8 ms each on an H200: longer than the host needs for a step kernel by kernel, with marks
+# around each, and for one as it is. No more of them than that, for a card that has multiplied long has a lower clock.
+BUSY_PRODUCTS, BUSY_BEFORE = 40, 3
 STEPS = 5  # of which the median counts, one more before them
+MAX_FILLED = 1 << 33  # numbers of a launch of fill_random: its bound is twice that
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +107,11 @@ class TimedBlas:
     def __init__(self, blas: Any, recorder: Recorder) -> None:
         self._blas, self._recorder = blas, recorder
 
-    def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
+    def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False, **others: Any) -> None:
         (n, k), elem = weight.shape, weight.itemsize
         moved = weight.nbytes + rows * (k * elem + n * out.itemsize * (1 + add))
         with self._recorder.span(f"product {n} x {k}", Work(moved, 2.0 * rows * n * k)):
-            self._blas.product(out, a, weight, rows, add=add)
+            self._blas.product(out, a, weight, rows, add=add, **others)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._blas, name)
@@ -159,32 +167,31 @@ def equal_rows(slots: I32, rows_each: int, computed: int, num_ids: int, *, room:
     )
 
 
-def room() -> int:
-    """Tokens of a slot in any of the steps."""
-    return max(CONTEXT + 1, PROMPT)
+def fill_pool(backend: GpuBackend) -> None:
+    """Random numbers as K and V of every block; any bytes are codes of FP8, and no time depends on which."""
+    device, numbers = backend._device, backend._cache.blocks.view(elem_dtype(backend.facts.dtype))
+    matrix = numbers.reshape(len(numbers), -1)
+    blocks = MAX_FILLED // matrix.shape[1]
+    for part, start in enumerate(range(0, len(matrix), blocks)):
+        fill_matrix(device, matrix[start : start + blocks], 0, part)
 
 
-def fill_context(backend: GpuBackend, slots: I32) -> None:
-    """K and V of CONTEXT tokens of every slot."""
-    limits = backend.limits
-    for slot in range(len(slots)):
-        backend.bind(slot, [1], SlotOptions())
-    together = limits.max_batch_tokens // CONTEXT
-    for low in range(0, len(slots), together):
-        backend.step(equal_rows(slots[low : low + together], CONTEXT, 0, limits.vocab_size, room=room())).result()
+def keep_busy(backend: GpuBackend, products: int) -> None:
+    """Enqueue work behind which the host can lay a step out: what is marked then is the device's time alone."""
+    device, weight = backend._device, backend._parameters.layers[0].gate_up.data
+    for _ in range(products):
+        device.blas.product(device.buffers.gate_up, device.buffers.normed, weight, backend.limits.max_batch_tokens)
 
 
 def time_kernels(backend: GpuBackend, timing: GpuTiming, batch: Batch) -> Shares:
     """A step kernel by kernel: of each name the round in the middle by its time."""
     device, rounds = backend._device, []
-    weight, buffers = backend._parameters.layers[0].gate_up.data, device.buffers
     works = kernel_works(backend._config, batch, backend.facts.kv_bytes_per_token)
     for _ in range(1 + STEPS):
         timing.restart()
         recorder = Recorder(timing, works)
         timed = replace(device, kernels=TimedKernels(device.kernels, recorder), blas=TimedBlas(device.blas, recorder))
-        for _ in range(BUSY_PRODUCTS):
-            device.blas.product(buffers.gate_up, buffers.normed, weight, backend.limits.max_batch_tokens)
+        keep_busy(backend, BUSY_PRODUCTS)
         backend._device = timed
         try:
             backend.run(batch, ops)
@@ -200,49 +207,79 @@ def time_step(backend: GpuBackend, timing: GpuTiming, batch: Batch) -> float:
     found = []
     for _ in range(3 + STEPS):  # libraries load what they need, then it is captured, then replayed
         timing.restart()
+        keep_busy(backend, BUSY_BEFORE)
+        start = timing.mark()
         pending = backend.step(batch)
         end = timing.mark()
         pending.result()
-        found.append(1e3 * timing.seconds(end))
+        found.append(1e3 * (timing.seconds(end) - timing.seconds(start)))
     return float(np.median(found[3:]))
 
 
 def lines(title: str, shares: Shares, whole: float, rates: Rates) -> Iterator[str]:
-    """A table in Markdown."""
+    """A table in Markdown; whole: milliseconds of the step as a run makes it."""
     yield f"| {title} | launches | ms | share | GB | of the read rate | of the product rate |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
-    total = sum(share.ms for share in shares.values())
+    total = sum_ms(shares)
     for name, share in sorted(shares.items(), key=lambda item: -item[1].ms):
         seconds = share.ms / 1e3
         read, multiplied = share.work.bytes / seconds / rates.read, share.work.flops / seconds / rates.product
-        cells = [f"{share.launches}", f"{share.ms:.3f}", f"{share.ms / total:.1%}", f"{share.work.bytes / 1e9:.3f}"]
-        shown = [f"{part:.0%}" if part else "" for part in (read, multiplied)]
+        cells = [f"{share.launches}", f"{share.ms:.3f}", percent(share.ms / total), f"{share.work.bytes / 1e9:.3f}"]
+        shown = [percent(part) if part else "" for part in (read, multiplied)]
         yield f"| {' | '.join([name, *cells, *shown])} |"
     yield f"| all, one by one | {sum(s.launches for s in shares.values())} | {total:.3f} | | | | |"
     yield f"| the step, as a run makes it | | {whole:.3f} | | | | |"
+    yield f"| gaps | | {whole - total:+.3f} | | | | |"
+
+
+def percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def sum_ms(shares: Shares) -> float:
+    return sum(share.ms for share in shares.values())
+
+
+def facts_of(shares: Shares, whole: float) -> dict[str, Any]:
+    """The same for JSON."""
+    kernels = {
+        name: {"launches": share.launches, "ms": share.ms, "bytes": share.work.bytes, "flops": share.work.flops}
+        for name, share in shares.items()
+    }
+    return {"kernels": kernels, "sum_ms": sum_ms(shares), "step_ms": whole, "gaps_ms": whole - sum_ms(shares)}
+
+
+def timelines(backend: GpuBackend, timing: GpuTiming, rows: Sequence[int], context: int) -> Iterator[dict[str, Any]]:
+    """Each step's facts, its table printed."""
+    rates, num_ids, room = timing.rates(), backend.limits.vocab_size, max(context + 1, PROMPT)
+    print(f"reads {rates.read / 1e12:.2f} TB/s, multiplies {rates.product / 1e12:.0f} TFLOP/s")
+    fill_pool(backend)
+    for slot in range(backend.limits.max_slots):
+        backend.bind(slot, [1], SlotOptions())
+    steps = [(f"decode, {count} rows after {context}", count, 1, context) for count in rows]
+    for title, count, rows_each, computed in [*steps, (f"{PROMPTS} prompts of {PROMPT}", PROMPTS, PROMPT, 0)]:
+        batch = equal_rows(np.arange(count, dtype=np.int32), rows_each, computed, num_ids, room=room)
+        shares, whole = time_kernels(backend, timing, batch), time_step(backend, timing, batch)
+        print("", *lines(title, shares, whole, rates), sep="\n", flush=True)
+        step = {"step": title, "sequences": count, "rows_each": rows_each, "context": computed}
+        yield step | {"rates": asdict(rates)} | facts_of(shares, whole)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.2-1b")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 256], help="of decode steps")
+    parser.add_argument("--context", type=int, default=800, help="tokens in place before a decode step")
+    figures_file.add_options(parser)
     options = parser.parse_args()
-    engine = EngineOptions(slots=max(PROMPTS, *options.rows), max_model_len=2 * PROMPT)
+    engine = EngineOptions(slots=max(PROMPTS, *options.rows), max_model_len=max(2 * PROMPT, options.context + 1))
     with closing(open_random(options.model, backend="gpu", options=engine, write=None)) as subject:
-        backend = subject.backend
-        assert isinstance(backend, GpuBackend)
-        timing = GpuTiming(backend)
-        rates = timing.rates()
-        print(f"{subject.name}, {backend.facts.dtype}, {backend.facts.device}: {dict(backend.facts.details)}")
-        print(f"reads {rates.read / 1e12:.2f} TB/s, multiplies {rates.product / 1e12:.0f} TFLOP/s")
-        fill_context(backend, np.arange(engine.slots, dtype=np.int32))
-        steps = [(f"decode, {rows} rows after {CONTEXT}", rows, 1, CONTEXT) for rows in options.rows]
-        for title, count, rows_each, computed in [*steps, (f"{PROMPTS} prompts of {PROMPT}", PROMPTS, PROMPT, 0)]:
-            slots = np.arange(count, dtype=np.int32)
-            batch = equal_rows(slots, rows_each, computed, backend.limits.vocab_size, room=room())
-            shares = time_kernels(backend, timing, batch)
-            print("", *lines(title, shares, time_step(backend, timing, batch), rates), sep="\n", flush=True)
-        timing.close()
+        assert isinstance(subject.backend, GpuBackend)
+        facts = figures_file.describe(MARK, subject, options.commit)
+        print(f"{subject.name}, {facts['backend']}")
+        with closing(GpuTiming(subject.backend)) as timing:
+            steps = list(timelines(subject.backend, timing, options.rows, options.context))
+        figures_file.write(options.json, {**facts, "steps": steps})
 
 
 if __name__ == "__main__":

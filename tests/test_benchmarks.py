@@ -148,17 +148,17 @@ def test_a_timeline_has_every_launch_with_its_time_and_its_work(tmp_path: Path, 
     from tinyvllm_cli.backends.gpu.timing import GpuTiming
 
     monkeypatch.setattr(gpu_timeline, "BUSY_PRODUCTS", 3)
-    monkeypatch.setattr(gpu_timeline, "CONTEXT", 20)
-    monkeypatch.setattr(gpu_timeline, "PROMPT", 24)
     model = make_tiny_model(tmp_path, **TINY)
     with (
         closing(open_checkpoint(model).tensors),
         closing(gpu_backend(open_checkpoint(model), num_blocks=20)) as backend,
     ):
         timing, slots = GpuTiming(backend), np.arange(4, dtype=np.int32)
-        gpu_timeline.fill_context(backend, slots)
+        gpu_timeline.fill_pool(backend)
+        for slot in slots.tolist():
+            backend.bind(slot, [1], SlotOptions())
         for rows_each, computed, attends in ((1, 20, "attend_decode"), (16, 0, "attend_prefill")):
-            batch = gpu_timeline.equal_rows(slots, rows_each, computed, 264, room=gpu_timeline.room())
+            batch = gpu_timeline.equal_rows(slots, rows_each, computed, 264, room=24)
             before = Counter(backend.counts())
             shares = gpu_timeline.time_kernels(backend, timing, batch)
             launched = Counter(backend.counts()) - before
@@ -176,7 +176,10 @@ def test_a_timeline_has_every_launch_with_its_time_and_its_work(tmp_path: Path, 
             assert sum(share.work.bytes for share in products) == moved
             assert gpu_timeline.time_step(backend, timing, batch) > 0
             table = list(gpu_timeline.lines("a step", shares, 1.0, Rates(1e12, 1e12)))
-            assert len(table) == len(shares) + 4 and len({line.count("|") for line in table}) == 1
+            assert len(table) == len(shares) + 5 and len({line.count("|") for line in table}) == 1
+            facts = gpu_timeline.facts_of(shares, 100.0)
+            assert facts["sum_ms"] == pytest.approx(sum(share.launches for share in shares.values()))
+            assert facts["gaps_ms"] == pytest.approx(100 - facts["sum_ms"])
         timing.close()
 
 

@@ -13,7 +13,6 @@ from tiny import make_tiny_model
 
 from tinyvllm_cli.model.checkpoint import open_checkpoint
 
-script("gpu_timeline")
 gpu_sampling = script("gpu_sampling")
 
 
