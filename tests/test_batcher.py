@@ -254,7 +254,7 @@ def count_an_owner_too_many(b: Batcher) -> None:
 def write_what_another_reads(b: Batcher) -> None:
     first, second = b.running[0], b.running[1]
     b.memory.pool.free([second.block_table[0]])
-    b.memory.pool.share(first.block_table[0])
+    b.memory.pool.share([first.block_table[0]])
     b.memory.tables[second.slot, 0] = second.block_table[0] = first.block_table[0]
     b.memory.written += 2 - second.num_computed
     second.num_computed = 2

@@ -56,7 +56,7 @@ def test_what_a_pool_does_is_what_lists_would_do(num_blocks: int, data: st.DataO
                     owner.append(block)
         elif act == "share" and (known & {b for blocks in held for b in blocks} or cached):
             block = data.draw(st.sampled_from(sorted(known & ({b for blocks in held for b in blocks} | set(cached)))))
-            pool.share(block)
+            pool.share([block])
             if block in cached:
                 cached.remove(block)
             held.append([block])
@@ -114,7 +114,7 @@ def test_what_was_used_again_is_evicted_later():
     known = {1, 2, 3}
     pool = BlockPool(4, known, known.remove)
     pool.free(reversed(pool.allocate(3)))
-    pool.share(3)
+    pool.share([3])
     pool.free([3])
     assert [pool.allocate(1) for _ in range(3)] == [[2], [1], [3]]
     assert pool.evictions == 3

@@ -79,13 +79,15 @@ class BlockPool:
             blocks.append(new)
         return blocks
 
-    def share(self, block: int) -> None:
-        """One owner more for a block that is cached or owned."""
-        owners = self._owners[block]
-        if owners == 0:
-            del self._cached[block]
-        self._owners[block] = owners + 1
-        self.num_shared += owners == 1
+    def share(self, blocks: Iterable[int]) -> None:
+        """One owner more for each of some blocks, which are cached or owned."""
+        owners = self._owners
+        for block in blocks:
+            before = owners[block]
+            if before == 0:
+                del self._cached[block]
+            owners[block] = before + 1
+            self.num_shared += before == 1
 
     def free(self, blocks: Iterable[int]) -> None:
         """One owner less for each; those whose content is known stay cached, and are evicted in this order.

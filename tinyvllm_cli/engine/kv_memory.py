@@ -67,14 +67,10 @@ class KVMemory:
     def adopt(self, sequence: Sequence) -> None:
         """Share the blocks that are there of a sequence that is behind, up to the first row that is to be computed,
         whatever is cached."""
-        found: list[int] = []
-        while (node := self.prefix.next(sequence)) is not None and node.block:
-            if sequence.num_computed + self.block_size > sequence.first_row:
-                break
-            self.pool.share(node.block)
-            found.append(node.block)
-            sequence.num_computed += self.block_size
+        found = self.prefix.computed(sequence, sequence.first_row // self.block_size)
         if found:
+            self.pool.share(found)
+            sequence.num_computed += len(found) * self.block_size
             self._append(sequence, found)
             self._count_found(sequence, len(found) * self.block_size)
             self.prefix.enter(sequence)
@@ -120,8 +116,7 @@ class KVMemory:
     def fork(self, sequence: Sequence, other: Sequence) -> None:
         """A sequence that has nothing gets all that another has computed, the block that is begun too."""
         blocks = other.block_table[: self.needed(other.num_computed)]
-        for block in blocks:
-            self.pool.share(block)
+        self.pool.share(blocks)
         self._append(sequence, blocks)
         self.prefix.begin(sequence)
         sequence.num_computed = other.num_computed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import takewhile
 from weakref import WeakValueDictionary
@@ -20,6 +21,7 @@ class Node:
     token_ids: bytes  # int32 of each token of the block
     block: int = 0  # that holds it; 0: not computed, or evicted
     owner: Sequence | None = None  # who is to compute it
+    found: bool = False  # whether it is found by its key
 
 
 def chain_key(parent: int, token_ids: bytes) -> int:
@@ -54,8 +56,9 @@ class PrefixCache:
 
     def begin(self, sequence: Sequence) -> None:
         """A sequence runs: it is to compute what nobody has computed or is about to."""
+        latest = next(reversed(self._chains.values()), [])
         self._chains[sequence] = []
-        self._extend(sequence, len(sequence.token_ids) // self._size)
+        self._extend(sequence, len(sequence.token_ids) // self._size, likely=latest)
 
     def next(self, sequence: Sequence) -> Node | None:
         """The node of the block that a sequence is to fill next, where it stands at the begin of a full one."""
@@ -68,6 +71,13 @@ class PrefixCache:
             self._claim(node, place)
         return node
 
+    def computed(self, sequence: Sequence, end: int) -> list[int]:
+        """Blocks that a sequence could share, from the one that it is to fill next up to `end` of its full ones; none
+        where it has begun one."""
+        place, offset = divmod(sequence.num_computed, self._size)
+        nodes = [] if offset else self._chains[sequence][place:end]
+        return list(takewhile(bool, [node.block for node in nodes]))
+
     def enter(self, sequence: Sequence) -> None:
         """Those of its full blocks that are computed, and whose tokens are known, may be found from now on."""
         chain = self._chains[sequence]
@@ -77,7 +87,7 @@ class PrefixCache:
         for node, block in zip(chain[:full], sequence.block_table, strict=False):
             if not node.block:  # else it was found, or another has computed the same meanwhile
                 node.owner = None
-                if self._nodes.get(node.key) is node:
+                if node.found:
                     node.block = block
                     self.blocks[block] = node
 
@@ -97,6 +107,7 @@ class PrefixCache:
         they are to be forgotten."""
         nodes = [node for node in self._walk(sequence) if node.block]
         for node in nodes:
+            node.found = False
             del self._nodes[node.key]
         return [node.block for node in nodes]
 
@@ -111,18 +122,23 @@ class PrefixCache:
         for block, node in self.blocks.items():
             assert node.block == block and node.owner is None and self._nodes[node.key] is node
         for key, node in self._nodes.items():
-            assert node.key == key and self.blocks.get(node.block, node) is node
+            assert node.key == key and node.found and self.blocks.get(node.block, node) is node
             assert node.owner is None or node in self._chains[node.owner]
 
-    def _extend(self, sequence: Sequence, full: int) -> None:
-        """Nodes for so many full blocks; those that nobody computes are for the sequence to compute."""
+    def _extend(self, sequence: Sequence, full: int, likely: Seq[Node] = ()) -> None:
+        """Nodes for so many full blocks; those that nobody computes are for the sequence to compute.
+
+        likely: of another sequence, which are looked at first: that is quicker than to find each by its key.
+        """
         chain = self._chains[sequence]
         parent = chain[-1] if chain else self._root
-        for token_ids in self._contents(sequence, len(chain), full):
-            node = self._find(parent, token_ids)
+        for place, token_ids in enumerate(self._contents(sequence, len(chain), full), len(chain)):
+            node = likely[place] if place < len(likely) else None
+            if node is None or not (node.found and node.parent is parent and node.token_ids == token_ids):
+                node = self._find(parent, token_ids)
             if node is None:
                 node = Node(chain_key(parent.key, token_ids), parent, token_ids, owner=sequence)
-                self._nodes.setdefault(node.key, node)
+                node.found = self._nodes.setdefault(node.key, node) is node
             chain.append(node)
             if not node.block and node.owner is None:
                 self._claim(node, len(chain) - 1)
