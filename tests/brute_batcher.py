@@ -261,6 +261,8 @@ class BruteBatcher:
         num_slots, worthwhile, admitted = self.lim.max_slots, self.lim.refill_slots, []
         self.refilling |= num_slots - len(self.running) >= worthwhile or len(self.waiting) < worthwhile
         while self.refilling and self.waiting and len(self.running) < num_slots:
+            if len(admitted) == self.lim.admit_slots:
+                break
             job = self.waiting[0]
             if len(job.tokens) < job.known or not self.fits(job):
                 break

@@ -49,6 +49,7 @@ sizes = st.builds(
     max_batch_tokens=st.integers(1, 12),
     max_slots=st.integers(1, 5),
     refill_slots=st.integers(1, 5),
+    admit_slots=st.integers(1, 5),
     max_seq_len=st.just(24),
     block_size=st.sampled_from([1, 4, 16]),
 )
@@ -150,16 +151,19 @@ def test_nobody_overtakes_a_sequence_that_waits_for_blocks():
 
 @given(sizes, shapes, st.integers(1, 3))
 def test_slots_are_refilled_many_at_once(lim: Limits, shapes: list[tuple[int, int]], ahead: int):
-    """Where memory holds every slot's sequence: all free slots, once they are enough, or those that wait are few."""
+    """Where memory holds every slot's sequence: all free slots, once they are enough, or those that wait are few; so
+    many in a step as it may be."""
     batcher = Batcher(lim)
     for i, (prompt_len, max_tokens) in enumerate(shapes):
         batcher.add(sequence(prompt_len, max_tokens, i))
     in_flight: deque[Plan] = deque()
+    goes_on = False
     while batcher.waiting or batcher.running:
         free, waiting = lim.max_slots - len(batcher.running), len(batcher.waiting)
         plan = batcher.plan()
-        refilled = free >= lim.refill_slots or waiting < lim.refill_slots
-        assert (len(plan.admitted) if plan else 0) == (min(free, waiting) if refilled else 0)
+        refilled = goes_on or free >= lim.refill_slots or waiting < lim.refill_slots
+        assert (len(plan.admitted) if plan else 0) == (min(free, waiting, lim.admit_slots) if refilled else 0)
+        goes_on = refilled and min(free, waiting) > lim.admit_slots
         if plan is not None:
             in_flight.append(plan)
         if plan is None or len(in_flight) == ahead:

@@ -104,6 +104,7 @@ worlds = st.builds(
     max_batch_tokens=st.integers(1, 12),
     max_slots=st.integers(2, 6),
     refill_slots=st.sampled_from([1, 1, 2, 4]),
+    admit_slots=st.sampled_from([1, 2, 6]),
     max_seq_len=st.just(32),
     block_size=st.sampled_from([1, 2, 4]),
     num_blocks=st.integers(2, 24),

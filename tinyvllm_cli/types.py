@@ -241,6 +241,7 @@ class Limits:
     vocab_size: int
     max_in_flight: int
     refill_slots: int = 1  # 1..max_slots: free slots that are worth a step with prompts (engine/batcher.py)
+    admit_slots: int = 2**31 - 1  # at least 1: sequences that get a slot in one step (engine/batcher.py)
     chunk_cost: int = 0  # decode steps that a step takes longer in which some sequence computes several tokens
 
 

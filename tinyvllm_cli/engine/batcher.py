@@ -36,7 +36,8 @@ class Batcher:
     copied before the next step, for all but one of them (copy-on-write).
 
     **Refilling** begins when limits.refill_slots slots are free, or fewer than that many sequences wait; it goes on
-    until no slot is free or nobody waits. So prompts come in few steps, many at once, and most steps only decode.
+    until no slot is free or nobody waits, with limits.admit_slots of them in a step at most: the device works on while
+    the host takes in the next. So prompts come in few steps, many at once, and most steps only decode.
     Nobody waits where nothing runs, for then all slots are free; at the end of the queue, or where few arrive, those
     that wait are few; and where blocks are missing instead of slots, refilling has begun and goes on as they get free.
 
@@ -184,7 +185,7 @@ class Batcher:
         memory = self.memory
         promised = self._decoding.promised() + sum(map(memory.demand, [*self._behind, *self._paused]))
         promised += sum(map(memory.fork_demand, self._samples.waiting))
-        while self.waiting and self._free_slots:
+        while self.waiting and self._free_slots and len(admitted) < self.limits.admit_slots:
             sequence = self.waiting[0]
             landed = len(sequence.token_ids) == sequence.num_known
             has_room = memory.has_room_to_fork if self._samples.waits(sequence) else memory.has_room
