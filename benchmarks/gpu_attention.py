@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 from contextlib import closing
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 from gpu_timeline import equal_rows, fill_pool, kernel_works
@@ -22,20 +23,24 @@ from tinyvllm_cli.backends.gpu.backend import GpuBackend
 from tinyvllm_cli.backends.gpu.random_weights import fill_matrix
 from tinyvllm_cli.backends.gpu.timing import GpuTiming
 from tinyvllm_cli.bench.subject import open_random
-from tinyvllm_cli.config import EngineOptions
+from tinyvllm_cli.config import BLOCK_SIZE, EngineOptions
 from tinyvllm_cli.types import Batch, SlotOptions
 
 TOKENS = 16_384  # rows of the largest prefill step
-STEPS = (  # sequences, rows of each, tokens before them
-    (1, 1, 400),
-    (1, 1, 800),
-    (256, 1, 400),
-    (256, 1, 1023),
-    (256, 1, 2047),
-    (64, 128, 0),
-    (16, 512, 0),
-    (8, 2048, 0),
-    (1, TOKENS, 0),
+Step: TypeAlias = tuple[int, int, int, int]
+STEPS: tuple[Step, ...] = (  # sequences, rows of each, tokens before them, those of them that all have in common
+    (1, 1, 400, 0),
+    (1, 1, 800, 0),
+    (256, 1, 400, 0),
+    (256, 1, 1023, 0),
+    (256, 1, 1600, 0),
+    (256, 1, 1600, 1536),
+    (64, 1, 1600, 1536),
+    (256, 1, 2047, 0),
+    (64, 128, 0, 0),
+    (16, 512, 0, 0),
+    (8, 2048, 0, 0),
+    (1, TOKENS, 0, 0),
 )
 ROUNDS = 7  # of which the median counts
 
@@ -63,14 +68,24 @@ def seconds(backend: GpuBackend, timing: GpuTiming, batch: Batch) -> list[float]
     return found[1:]
 
 
-def line(backend: GpuBackend, timing: GpuTiming, step: tuple[int, int, int]) -> str:
-    """A row of Markdown: median (least - most)."""
-    count, rows_each, before = step
-    config, slots = backend._config, np.arange(count, dtype=np.int32)
-    batch = equal_rows(slots, rows_each, before, config.vocab_size, room=rows_each + before)
+def shared_rows(step: Step, num_ids: int) -> Batch:
+    """equal_rows whose first blocks are the same for all."""
+    count, rows_each, before, shared = step
+    batch = equal_rows(np.arange(count, dtype=np.int32), rows_each, before, num_ids, room=rows_each + before)
+    tables = batch.block_tables.copy()
+    tables[:, : shared // BLOCK_SIZE] = tables[0, : shared // BLOCK_SIZE]
+    return replace(batch, block_tables=tables)
+
+
+def line(backend: GpuBackend, timing: GpuTiming, step: Step) -> str:
+    """A row of Markdown: median (least - most). Bytes and operations are those of sequences that share nothing."""
+    count, rows_each, before, shared = step
+    config = backend._config
+    batch = shared_rows(step, config.vocab_size)
     work = kernel_works(config, batch, backend.facts.kv_bytes_per_token)["attend_decode"]
     layer = np.array(seconds(backend, timing, batch)) / config.num_layers
     what = f"{count} x {rows_each} after {before}" if before else f"{count} prompts of {rows_each:,}"
+    what += f", {shared:,} shared" if shared else ""
     spread = f"{1e6 * np.median(layer):.1f} ({1e6 * layer.min():.1f} - {1e6 * layer.max():.1f})"
     rates = f"{work.bytes / np.median(layer) / 1e12:.2f} | {work.flops / np.median(layer) / 1e12:.0f}"
     return f"| {what} | {spread} | {rates} |"

@@ -15,8 +15,9 @@ from fp8_tools import planes_of, queries_of
 from gpu_tools import NUMPY_DTYPE, UNIT
 
 from tinyvllm_cli.backends import fp8
-from tinyvllm_cli.backends.gpu import attention
+from tinyvllm_cli.backends.gpu import attention, attention_work
 from tinyvllm_cli.backends.gpu.kv import KVCache
+from tinyvllm_cli.backends.gpu.slots import BlockTables
 from tinyvllm_cli.config import DtypeName, KVDtypeName
 
 Array = npt.NDArray[Any]
@@ -83,11 +84,20 @@ class Machine:
     get: Callable[[Any], Array]  # and back, bit for bit
 
 
-def attend(machine: Machine, heads: Heads, parts: Sequence[tuple[Context, range]], seed: int = 0) -> list[Array]:
+def attend(
+    machine: Machine,
+    heads: Heads,
+    parts: Sequence[tuple[Context, range]],
+    seed: int = 0,
+    *,
+    places: int = PLACES,
+    shared: bool = False,
+) -> list[Array]:
     """One step over these rows of these sequences: h elem[rows, query heads, head_dim] of each.
 
     Blocks and slots are dealt out at random; the rest of the pool, and what lies behind a sequence's last row, is
-    NaN, as are the output and the workspace.
+    NaN, as are the output and the workspace. shared: sequences that begin with the same K and V have the same blocks
+    there, as far as those are full.
     """
     rng = np.random.default_rng(seed)
     elem = NUMPY_DTYPE[heads.dtype]
@@ -98,8 +108,13 @@ def attend(machine: Machine, heads: Heads, parts: Sequence[tuple[Context, range]
     slots = rng.permutation(len(parts) + 2)[: len(parts)].astype(np.int32)
     tables = np.zeros((len(parts) + 2, num_blocks.max()), np.int32)
     pool = np.full((len(dealt) + 1, NUM_LAYERS, 2, heads.kv, 16, heads.head_dim), np.nan, elem)
+    known: dict[tuple[int, bytes], int] = {}  # a full block, by the one before it and its K and V
     for s, (of, rows) in enumerate(parts):
         tables[slots[s], : num_blocks[s]], dealt = dealt[: num_blocks[s]], dealt[num_blocks[s] :]
+        for i in range(rows.stop // 16 if shared else 0):
+            before, own = tables[slots[s], i - 1] if i else 0, slice(16 * i, 16 * i + 16)
+            content = (int(before), of.k[own].tobytes() + of.v[own].tobytes())
+            tables[slots[s], i] = known.setdefault(content, int(tables[slots[s], i]))
         position = np.arange(rows.stop)
         block = tables[slots[s], position // 16]
         for which, values in enumerate((of.k, of.v)):
@@ -109,19 +124,20 @@ def attend(machine: Machine, heads: Heads, parts: Sequence[tuple[Context, range]
     upload = SimpleNamespace(put=machine.put)
     num_rows, width = int(starts[-1]), tables.shape[1]
     out = machine.put(np.full((num_rows, heads.query * heads.head_dim), np.nan, elem))
-    partials = machine.put(np.full((PLACES, heads.kv, 16, heads.head_dim + 2), np.nan, np.float32))
-    tickets = machine.put(np.zeros((PLACES, heads.kv), np.int32))
+    partials = machine.put(np.full((places, heads.kv, 16, heads.head_dim + 2), np.nan, np.float32))
+    tickets = machine.put(np.zeros((places, heads.kv), np.int32))
     buffers = SimpleNamespace(attended=out, partials=partials, tickets=tickets)
     device = SimpleNamespace(launch=machine.launch, buffers=buffers)
-    work = attention.plan_attention(
-        starts, lengths, slots, group=heads.group, head_dim=heads.head_dim, places=PLACES, upload=upload
-    )
+    sizes = attention_work.Sizes(heads.group, heads.head_dim, places)
+    block_tables = BlockTables(machine.put(tables))
+    block_tables.host[:] = tables
+    work = attention_work.plan_attention(starts, lengths, slots, block_tables, sizes=sizes, upload=upload)
     rows = SimpleNamespace(
         attention=work,
         num_rows=num_rows,
         width=width,
         positions=machine.put(np.concatenate([np.array(rows, np.int32) for _, rows in parts])),
-        block_tables=machine.put(tables),
+        block_tables=block_tables.device,
         query_start_loc=machine.put(starts),
         lengths=machine.put(lengths),
     )
@@ -183,3 +199,40 @@ def check_few_rows(machine: Machine, heads: Heads, same: Callable[..., None]) ->
         for (edge, rows), h in zip(few.items(), found, strict=True):
             first = rows.start - max(0, edge - 15)
             same(f"attention of {count} rows up to {edge}", h, wanted[edge][first : first + count])
+
+
+def behind(of: Context, prefix: Context, length: int) -> Context:
+    """A context whose first positions, so many, are those of a prefix."""
+    q, k, v = (
+        np.concatenate([a[:length], b[length:]]) for a, b in ((prefix.q, of.q), (prefix.k, of.k), (prefix.v, of.v))
+    )
+    return Context(q, k, v)
+
+
+def check_shared(machine: Machine, heads: Heads, same: Callable[..., None], scale: int = 1) -> None:
+    """Rows have the same bits whether K and V of what sequences share are read once or for each.
+
+    Two prefixes, one of which goes on in two ways, and one that a single sequence has; tails of all lengths; several
+    rows of a sequence, also on both sides of a partial's border; a prompt that begins alike. scale: times as many.
+    """
+    prefixes = [context(heads, 800, seed) for seed in (50, 51, 52)]
+    forked = behind(context(heads, 800, 53), prefixes[0], 300)
+    few = 16 // heads.group
+    lengths = [(prefixes[0], 513 + 7 * i, 1) for i in range(5 * scale)]
+    lengths += [(prefixes[0], 769 + i, 1 + i % few) for i in range(3 * scale)]
+    lengths += [(forked, 768 + i, 1 + i % few) for i in range(3 * scale)]
+    lengths += [(prefixes[1], 257 + 50 * i % 300, 1) for i in range(3 * scale)]
+    lengths += [(prefixes[2], 600, 1), (prefixes[0], 530, 16 // heads.group + 1)]
+    rng = np.random.default_rng(9)
+    parts = []
+    for i in rng.permutation(len(lengths)):
+        prefix, length, count = lengths[i]
+        own = int(rng.integers(0, 40))
+        parts.append(
+            (behind(context(heads, length, seed=200 + i), prefix, length - own), range(length - count, length))
+        )
+    wanted = attend(machine, heads, parts, places=200)
+    for places in (200, 30):
+        found = attend(machine, heads, parts, seed=places, places=places, shared=True)
+        for (_, rows), h, alone in zip(parts, found, wanted, strict=True):
+            same(f"attention of {len(rows)} rows up to {rows.stop - 1} behind a shared prefix", h, alone)

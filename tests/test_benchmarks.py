@@ -203,7 +203,7 @@ def test_attention_is_timed_over_all_layers(tmp_path: Path, cuda: Any):
             launched = backend.counts().get(kernel, 0)
             assert gpu_attention.seconds(backend, timing, batch) == [pytest.approx(2e-3)] * gpu_attention.ROUNDS
             assert backend.counts()[kernel] == launched + 2 * 2
-        assert gpu_attention.line(backend, timing, (4, 16, 0)).startswith("| 4 prompts of 16 | 1000.0 (1000.0 - ")
+        assert gpu_attention.line(backend, timing, (4, 16, 0, 0)).startswith("| 4 prompts of 16 | 1000.0 (1000.0 - ")
         timing.close()
 
 

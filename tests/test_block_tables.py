@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seam import i32
 
+from tinyvllm_cli.backends.gpu.attention import PARTIAL_BLOCKS
 from tinyvllm_cli.backends.gpu.slots import BlockTables
 from tinyvllm_cli.types import I32, Batch, Limits
 
@@ -94,3 +95,29 @@ def test_a_null_block_in_a_known_table_is_seen():
     for _ in range(2):
         with pytest.raises(ValueError, match="each position has a block"):
             tables.update(batch, i32([3]), LIMITS)
+
+
+PARTIALS = 3  # whole ones that a slot has room for, in the law below
+a_change = st.tuples(st.integers(0, SLOTS - 1), st.integers(0, PARTIALS * PARTIAL_BLOCKS + 3), st.integers(0, 1))
+
+
+@given(st.lists(a_change, max_size=12))
+def test_a_version_of_the_tables_has_the_same_whole_partials(changes: list[tuple[int, int, int]]):
+    """Slots get so many blocks, of one of two sequences. What grows by no whole partial is no new version."""
+    limits = replace(LIMITS, num_blocks=1000, max_seq_len=16 * (PARTIALS + 1) * PARTIAL_BLOCKS)
+    tables = BlockTables(np.zeros((SLOTS + 1, (PARTIALS + 1) * PARTIAL_BLOCKS), np.int32))
+    known: dict[int, list[int]] = {slot: [] for slot in range(SLOTS)}
+    partials: dict[tuple[int, int, int], list[int]] = {}  # of a version and a slot
+    only_grew = set(known)
+    for slot, count, sequence in changes:
+        before, version = known[slot], tables.version
+        known[slot] = blocks = list(range(1 + 100 * sequence, 1 + 100 * sequence + count))
+        tables.update(Step([slot], i32([[*blocks, 0]]), i32([count])).batch(), i32([count]), limits)
+        if before != blocks[: len(before)]:
+            only_grew.discard(slot)
+        if slot in only_grew and len(before) // PARTIAL_BLOCKS == count // PARTIAL_BLOCKS:
+            assert tables.version == version
+        for one, held in known.items():
+            for partial in range(len(held) // PARTIAL_BLOCKS):
+                whole = held[partial * PARTIAL_BLOCKS : (partial + 1) * PARTIAL_BLOCKS]
+                assert partials.setdefault((tables.version, one, partial), whole) == whole

@@ -5,8 +5,10 @@ from functools import partial
 import gpu_tools
 import numpy as np
 import pytest
-from attention_cases import Heads, Machine, check_close, check_few_rows, check_same_bits
+from attention_cases import Heads, Machine, check_close, check_few_rows, check_same_bits, check_shared
 from cuda_emulator import EmulatedKernels
+
+from tinyvllm_cli.backends.gpu import attention_work
 
 pytestmark = pytest.mark.emulated
 
@@ -75,3 +77,10 @@ def test_over_an_fp8_cache(heads):
 def test_rows_over_an_fp8_cache_have_the_same_bits_in_any_step():
     heads = Heads(8, 2, 64, kv_dtype="fp8")
     check_same_bits(machine(heads), heads, gpu_tools.assert_same_bits, length=530)
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 1, 64), Heads(2, 1, 80, "float16", "fp8")], ids=str)
+def test_a_row_has_the_same_bits_whether_a_prefix_is_shared(heads, monkeypatch):
+    monkeypatch.setattr(attention_work, "LEAST_SEQUENCES", 2)
+    monkeypatch.setattr(attention_work, "LEAST_SAVED", 1)
+    check_shared(machine(heads), heads, gpu_tools.assert_same_bits)

@@ -3,7 +3,9 @@
 import gpu_tools
 import numpy as np
 import pytest
-from attention_cases import Heads, Machine, check_close, check_few_rows, check_same_bits
+from attention_cases import Heads, Machine, check_close, check_few_rows, check_same_bits, check_shared
+
+from tinyvllm_cli.backends.gpu import attention_work
 
 pytestmark = pytest.mark.gpu
 
@@ -59,3 +61,16 @@ def test_over_an_fp8_cache(query, kv, head_dim, dtype):
 @pytest.mark.parametrize("heads", [Heads(8, 2, 64, kv_dtype="fp8"), Heads(4, 1, 128, "float16", "fp8")])
 def test_rows_over_an_fp8_cache_have_the_same_bits_in_any_step(heads):
     check_same_bits(machine(heads), heads, gpu_tools.assert_same_bits, length=1050)
+
+
+@pytest.mark.parametrize("dtype", gpu_tools.DTYPES)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(
+    ("query", "kv", "head_dim"),
+    [(32, 8, 64), (9, 3, 64), (1, 1, 80), (7, 1, 96), (32, 8, 128), (16, 1, 128), (4, 2, 256), (5, 1, 48)],
+)
+def test_a_row_has_the_same_bits_whether_a_prefix_is_shared(query, kv, head_dim, dtype, kv_dtype, monkeypatch):
+    monkeypatch.setattr(attention_work, "LEAST_SEQUENCES", 2)
+    monkeypatch.setattr(attention_work, "LEAST_SAVED", 1)
+    heads = Heads(query, kv, head_dim, dtype, kv_dtype)
+    check_shared(machine(heads), heads, gpu_tools.assert_same_bits, scale=3)

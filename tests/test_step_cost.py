@@ -86,8 +86,8 @@ def test_a_decode_step_is_one_upload_one_graph_and_one_copy_back(running: Runnin
     outside = Counter(running.backend._device.kernels.counts)
     running.engine.step()
     assert running.backend._device.kernels.counts == outside, "all launches are in the graph"
-    # Of each row 8 numbers and 18 words of options, and an item of attention, which has 4.
-    assert uploaded == pytest.approx(4 * SLOTS * (8 + 18 + 4), abs=CLOSE)
+    # Of each row 8 numbers and 18 words of options, and an item of attention, which has 5.
+    assert uploaded == pytest.approx(4 * SLOTS * (8 + 18 + 5), abs=CLOSE)
 
 
 def test_a_decode_step_launches_few_kernels(running: Running):
@@ -98,11 +98,11 @@ def test_a_decode_step_launches_few_kernels(running: Running):
 
 
 def test_a_step_whose_tables_have_changed_uploads_the_changes(running: Running):
-    """Once in 16 steps the next column of blocks comes into sight, here of all sequences at once."""
+    """Once in 16 steps each sequence gets a block, here a quarter of them at once, as they got their slots."""
     steps = [running.counted(running.engine.step)[1:] for _ in range(16)]
     changing = [uploaded for launches, uploaded in steps if launches["place_blocks"] == 1]
     (plain,) = {uploaded for launches, uploaded in steps if "place_blocks" not in launches}
-    assert changing == [pytest.approx(plain + 8 * SLOTS, abs=CLOSE)]
+    assert changing == [pytest.approx(plain + 8 * SLOTS // 4, abs=CLOSE)] * 4
 
 
 def test_a_step_with_a_prompt_waits_and_allocates_for_nothing(running: Running):
@@ -149,7 +149,7 @@ def python_calls(act: Callable[[], object]) -> Counter[str]:
 def test_a_decode_step_calls_few_functions(running: Running):
     """Two of Python's for each token: its text is made, and itself told; three of C's, as it joins two lists."""
     calls = python_calls(running.engine.step)
-    assert calls["call"] <= 2 * SLOTS + 180, calls
+    assert calls["call"] <= 2 * SLOTS + 185, calls
     assert calls["c_call"] <= 3 * SLOTS + 150, calls
 
 
@@ -158,7 +158,7 @@ def test_a_step_with_a_prompt_calls_few_functions(running: Running):
     running.engine.abort(3)
     running.engine.add(request(SLOTS, prompt(SLOTS), max_tokens=400))
     calls = python_calls(running.engine.step)
-    assert calls["call"] - plain["call"] <= 36 * LAYERS + 135, (calls, plain)
+    assert calls["call"] - plain["call"] <= 36 * LAYERS + 155, (calls, plain)
 
 
 def test_a_decode_step_takes_little_memory_and_gives_it_back(running: Running):

@@ -27,6 +27,7 @@ KERNELS = {
     "silu_mul": "silu_mul.cu",
     "add_bias": "silu_mul.cu",
     "attend_prefill": "prefill.cu",
+    "attend_prefix": "prefix.cu",
     "attend_decode": "decode.cu",
     "scan_rows": "sample.cu",
     "sample_rows": "sample.cu",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tinyvllm_cli.backends.gpu import attention, sample
+from tinyvllm_cli.backends.gpu import attention_work, sample
+from tinyvllm_cli.backends.gpu.attention import partial_places
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
 from tinyvllm_cli.backends.gpu.graphs import Shape
 from tinyvllm_cli.backends.row_layout import RowLayout, row_layout, same
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 UPLOAD_ALIGNMENT = 16  # bytes: kernels may read an array in such words
 VIEWS = 1024  # arrays on the GPU that are kept for steps of the same shape: to make one takes longer than to fill it
-NUM_ARRAYS = 32  # of a step beside those of attention, which has up to two for each sequence
+NUM_ARRAYS = 32  # of a step beside those of attention, which has up to three for each sequence
 
 
 class Upload:
@@ -61,8 +62,8 @@ def upload_limit(engine: EngineConfig, max_seq_len: int) -> int:
     S = padded_rows(engine.slots)  # no more rows are sampled than there are slots
     T = max(engine.max_batch_tokens, S)
     own = 4 * (3 * T + (S + 1) + S + 3 * S) + 8 * S * widest_table(max_seq_len)
-    gaps = UPLOAD_ALIGNMENT * (NUM_ARRAYS + 2 * S)
-    return own + gaps + attention.upload_limit(T, S, max_seq_len) + sample.upload_limit(S)
+    gaps = UPLOAD_ALIGNMENT * (NUM_ARRAYS + 3 * S)
+    return own + gaps + attention_work.upload_limit(T, S, max_seq_len) + sample.upload_limit(S)
 
 
 def widest_table(max_seq_len: int) -> int:
@@ -87,7 +88,7 @@ class Rows:
     token_table: Array  # [max_slots + 1, max_seq_len], the slots' own
     block_tables: Array  # [max_slots + 1, width], the same
     changes: Array | None  # [., 2] to be placed in the block tables before the step (cuda/block_tables.cu)
-    attention: attention.AttentionWork
+    attention: attention_work.AttentionWork
     draw: sample.DrawPlan
     padded: bool
 
@@ -100,8 +101,8 @@ class Rows:
     def shape(self) -> Shape | None:
         """Of a padded step: others of the same shape launch the same kernels on the same addresses, but for draws that
         are no part of the shape. None: of a step that is not padded, or whose launches depend on more."""
-        decodes = self.attention.decodes
-        return (self.num_rows, len(decodes[0])) if self.padded and len(decodes) == 1 else None
+        of_attention = self.attention.shape if self.padded else None
+        return None if of_attention is None else (self.num_rows, *of_attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +160,13 @@ def resolve_rows(
         sample_positions=put(host.sample_positions),
         token_table=kept.token_table,
         block_tables=kept.tables.device,
-        attention=attention.plan_attention(
+        attention=attention_work.plan_attention(
             host.query_start_loc,
             host.lengths,
             host.of_sequences,
-            group=group,
-            head_dim=head_dim,
-            places=attention.partial_places(limits.max_slots, limits.max_seq_len),
+            kept.tables,
+            sizes=attention_work.Sizes(group, head_dim, partial_places(limits.max_slots, limits.max_seq_len), padded),
             upload=upload,
-            padded=padded,
         ),
         draw=sample.plan_draw(kept.options, host.sample_slots, host.sample_positions, host.asked, num_ids, upload),
         padded=padded,

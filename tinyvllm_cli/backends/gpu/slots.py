@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tinyvllm_cli.backends.gpu.attention import PARTIAL_BLOCKS
 from tinyvllm_cli.backends.gpu.pinned import Pinned, PinnedRing
 from tinyvllm_cli.backends.gpu.sample import DrawOptions
 from tinyvllm_cli.backends.row_layout import RowLayout, require, same, within
@@ -21,12 +22,16 @@ MIN_STAGING = 1 << 20  # bytes: the prompts of many slots between two steps
 
 
 class BlockTables:
-    """device: i32[max_slots + 1, widest], zeros at first, and the host's copy of it: a step sends what has changed."""
+    """device: i32[max_slots + 1, widest], zeros at first, and host, a copy of it: a step sends what has changed.
+
+    version: another one as soon as a block of a whole partial of attention's has changed.
+    """
 
     def __init__(self, device: Array) -> None:
         self.device = device
-        self._host: I32 = np.zeros(device.shape, np.int32)
-        self._held: I32 = np.zeros(len(self._host), np.int32)  # no null block stands among so many first ones of a row
+        self.host: I32 = np.zeros(device.shape, np.int32)
+        self.version = 0
+        self._held: I32 = np.zeros(len(self.host), np.int32)  # no null block stands among so many first ones of a row
 
     def update(self, batch: Batch, num_blocks: I32, limits: Limits) -> I32 | None:
         """Take over the tables of a batch as far as it needs them, num_blocks [S] each. What the GPU lacks of them:
@@ -37,7 +42,7 @@ class BlockTables:
         width = int(num_blocks.max())
         require(width <= batch.block_tables.shape[1], "each position has a block")
         slots, tables = batch.slots, batch.block_tables[:, :width]
-        kept, held = self._host[slots, :width], self._held[slots]
+        kept, held = self.host[slots, :width], self._held[slots]
         if same(tables, kept) and within(held - num_blocks, 0, LARGEST):
             return None
         changed = np.flatnonzero(tables != kept)
@@ -56,10 +61,17 @@ class BlockTables:
         if not changed.size:
             return None
         changes = np.empty((len(changed), 2), np.int32)
-        changes[:, 0] = places = slots[rows] * self._host.shape[1] + columns
+        changes[:, 0] = places = slots[rows] * self.host.shape[1] + columns
         changes[:, 1] = blocks
-        self._host.reshape(-1)[places] = blocks
+        self.host.reshape(-1)[places] = blocks
+        self._count_whole(slots[rows], columns)
         return changes
+
+    def _count_whole(self, slots: I32, columns: I32) -> None:
+        """These blocks have changed. A partial that lacks its last block is not whole yet, and nobody's to share."""
+        last = columns - columns % PARTIAL_BLOCKS + (PARTIAL_BLOCKS - 1)
+        there = last < self.host.shape[1]
+        self.version += bool(self.host[slots[there], last[there]].any())
 
 
 def _before_null(tables: I32) -> I32:
