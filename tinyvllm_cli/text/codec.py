@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,7 @@ class TextCodec:
         """
         params = request.params
         self.check_ids("stop_token_ids", params.stop_token_ids)
-        self.check_ids("logit_bias", (id for id, _ in params.logit_bias))
+        self.check_ids("logit_bias", [id for id, _ in params.logit_bias])
         if params.constraint is not None:
             self.grammars.check(params.constraint)
         if request.continue_final_message and request.messages is None:
@@ -150,8 +150,10 @@ class TextCodec:
             messages, continue_final_message=request.continue_final_message, kwargs=request.chat_template_kwargs
         )
 
-    def check_ids(self, field: str, ids: Iterable[int]) -> None:
+    def check_ids(self, field: str, ids: Collection[int]) -> None:
         """RequestError invalid_token_id, which names the field, for an id that the model does not have."""
+        if not ids or (min(ids) >= 0 and max(ids) < self.size):  # of many ids in half the time
+            return
         for id in ids:
             if 0 <= id < self.size:
                 continue
