@@ -37,7 +37,7 @@ __device__ __forceinline__ u32 computed_again(u32 x) {
 // start_next_kernel() at its top, and wait_for_kernel_before() before it returns and before it reads or writes anything
 // that a kernel writes; only what was there before the step's first kernel (weights, norms, biases, rope tables, what
 // the host has copied for the step) may be read earlier, and is on its way then while the kernel before still runs. One
-// kernel, attend_prefix, starts the next behind its own wait: so attend_decode may read what the kernels before
+// kernel, attend_prefix, starts the next behind its own wait: so attend_tail may read what the kernels before
 // attend_prefix have left, and waits for no more than what attend_prefix leaves.
 // The end of a kernel then says that all before it have ended too: one that returned without waiting would break that
 // for every kernel after it. Both are nothing on cards that have no such launches, and where a launch did not ask.

@@ -14,14 +14,31 @@
 //   starts    i32 [S + 1] first row of T of each sequence
 //   lengths   i32 [S]
 //
-//   behind_prefix  whether prefix.cu comes right before: it has waited for all kernels before it by the time this one
-//             starts, so that this one waits for no more than what prefix.cu leaves, and works beside it until then
-//
 // Grid (items, num_kv_heads), DECODE_WARPS warps. The last block of a sequence and head to come to its end merges all
 // partials in ascending order: which block that is shows in no bit.
-#include "attended.cuh"
+#include "tile.cuh"
 
 namespace {
+
+constexpr int DECODE_WARPS = 4;  // a tile of a partial each
+static_assert(DECODE_WARPS == PARTIAL_KEYS / TILE_KEYS, "a warp to each tile");
+#ifdef KV_FP8
+typedef CodeTile<DECODE_WARPS> Tile;
+#else
+typedef WideTile<DECODE_WARPS> Tile;
+#endif
+// Tiles of K or V that are in shared memory at once.
+constexpr int TILES_AT_ONCE = Tile::BYTES > (16 << 10) ? 2 : DECODE_WARPS, ROUNDS = DECODE_WARPS / TILES_AT_ONCE;
+constexpr int VALUE_GROUPS = (HEAD_DIM / 16 + DECODE_WARPS - 1) / DECODE_WARPS;  // of 16 columns, of a warp at most
+constexpr int THREADS = DECODE_WARPS * WARP;
+// Least on a multiprocessor, for ptxas: left alone it takes other numbers of registers, too many or so few that it
+// spills.
+#if __CUDA_ARCH__ >= 1000  // needs more registers for the same
+constexpr int DECODE_BLOCKS = 4;
+#else
+constexpr int DECODE_BLOCKS = Tile::BYTES <= 4096 ? 8 : Tile::BYTES <= 8192 ? 5 : 4;
+#endif
+constexpr int PARTIAL_ROW = HEAD_DIM + 2;  // floats
 
 // What warps tell each other, at the start of shared memory; tiles lie behind it.
 struct Exchange {
@@ -44,6 +61,11 @@ struct Exchange {
 };
 static_assert(sizeof(Exchange) % 128 == 0, "tiles start at a multiple of 128 bytes");
 
+// What a lane has of the 16 rows: m and l of rows g and g + 8, o of this warp's columns.
+struct Attended {
+    float m[2], l[2], o[VALUE_GROUPS][2][4];
+};
+
 // K and V of a partial, tile by tile into shared memory.
 struct Tiles {
     Tile tile;
@@ -57,8 +79,6 @@ struct Tiles {
 #pragma unroll
         for (int n = 0; n < DECODE_WARPS; n++) ids[n] = __shfl_sync(ALL_LANES, own_id, n * FINDERS);
     }
-    // Whether there is room for V beside K, so that both are on their way at once.
-    __device__ __forceinline__ bool few() const { return ROUNDS == 1 && 2 * count <= TILES_AT_ONCE; }
     // K (offset 0) or V of a round's tiles.
     __device__ __forceinline__ void load(u32 target, const Keys& keys, u32 offset, int round) const {
 #pragma unroll
@@ -89,11 +109,6 @@ struct Tiles {
 #endif
 };
 
-// V comes to where K was, once that has been read: so more blocks have room.
-__device__ __forceinline__ u32 place_of_values(u32 place, const Tiles& tiles) {
-    return tiles.few() ? place + TILES_AT_ONCE / 2 * Tile::BYTES : place;
-}
-
 // The scores of this warp's tile, and for all warps the greatest of each row; K has been read at the return.
 __device__ __forceinline__ void score_partial(Scores& s, Exchange& shared, u32 place, const Rows& rows,
                                               const Keys& keys, const Tiles& tiles) {
@@ -105,12 +120,7 @@ __device__ __forceinline__ void score_partial(Scores& s, Exchange& shared, u32 p
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) {
         tiles.load(place, keys, 0, round);
-        if (tiles.few()) {
-            tiles.load(place_of_values(place, tiles), keys, keys.to_values, round);
-            wait_for_copies<1>();
-        } else {
-            wait_for_copies<0>();
-        }
+        wait_for_copies<0>();
         tiles.clear_scales(shared, keys);
         __syncthreads();
         if (warp / TILES_AT_ONCE == round && warp < tiles.count) {
@@ -168,12 +178,11 @@ __device__ __forceinline__ void add_tile(Attended& p, const Exchange& shared, in
 __device__ __forceinline__ Attended attend_partial(Exchange& shared, const Rows& rows, const Keys& keys, int first,
                                                    float scale) {
     int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4;
-    u32 place = shared_address(&shared) + sizeof(Exchange);
+    u32 place = shared_address(&shared) + sizeof(Exchange);  // of K and then of V: so more blocks have room
     Tiles tiles(keys, first);
     Scores s;
     score_partial(s, shared, place, rows, keys, tiles);
-    place = place_of_values(place, tiles);
-    if (!tiles.few()) tiles.load(place, keys, keys.to_values, 0);
+    tiles.load(place, keys, keys.to_values, 0);
     Attended p = {{minus_infinity(), minus_infinity()}};
     float own_m[2], shrinks[DECODE_WARPS][2];
 #pragma unroll
@@ -205,12 +214,52 @@ __device__ __forceinline__ Attended attend_partial(Exchange& shared, const Rows&
     return p;
 }
 
+// put(r, column, x, y) for all pairs of neighbours in o of rows g (r = 0) and g + 8 (1), where they are.
+template <typename Put>
+__device__ __forceinline__ void for_pairs(const Attended& p, const Rows& rows, Put put) {
+    constexpr bool ONE_MMA = Tile::NEIGHBOURS_IN_ONE;
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (lane / 4 + 8 * r >= rows.count) continue;
+#pragma unroll
+        for (int i = 0; i < VALUE_GROUPS; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const auto& o = p.o[i];
+                int column =
+                    (warp + i * DECODE_WARPS) * 16 + (ONE_MMA ? half * 8 + lane % 4 * 2 : lane % 4 * 4 + half * 2);
+                float x = ONE_MMA ? o[half][2 * r] : o[0][2 * r + half];
+                float y = ONE_MMA ? o[half][2 * r + 1] : o[1][2 * r + half];
+                if (column < HEAD_DIM) put(r, column, x, y);
+            }
+    }
+}
+
+// Partials of a sequence in ascending order; `partials` points at its first, the others are `next` floats apart.
+__device__ __forceinline__ void merge_partials(const Rows& rows, const float* partials, size_t next, int count,
+                                               float scale) {
+    for (int i = threadIdx.x; i < rows.count * HEAD_DIM; i += THREADS) {
+        int row = i / HEAD_DIM, column = i % HEAD_DIM;
+        const float* p = partials + row * PARTIAL_ROW;
+        float m = minus_infinity(), l = 0.f, o = 0.f;
+#pragma unroll 4
+        for (int n = 0; n < count; n++, p += next) {
+            MergeWeights w = merge_weights(m, __ldcg(p + HEAD_DIM), scale);
+            m = w.m;
+            l = merged(l, __ldcg(p + HEAD_DIM + 1), w);
+            o = merged(o, __ldcg(p + column), w);
+        }
+        rows.out[rows.offset(row) + column] = from_float(normalized(o, l));
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS)
     attend_decode(elem* out, float* partials, int* tickets, const elem* q, const char* cache, const int* work,
-                  const int* starts, const int* lengths, const int* tables, int behind_prefix, int group, int inverse,
-                  int num_kv_heads, int table_width, int layer, int num_layers, float scale) {
+                  const int* starts, const int* lengths, const int* tables, int group, int inverse, int num_kv_heads,
+                  int table_width, int layer, int num_layers, float scale) {
     extern __shared__ __align__(128) char memory[];
     start_next_kernel();
     const int* item = work + blockIdx.x * 5;
@@ -219,11 +268,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS)
     int length = lengths[sequence], first_row = starts[sequence], num_rows = starts[sequence + 1] - first_row;
     Rows rows = make_rows(out, q, first_row, num_rows, length - num_rows, head, group, inverse, num_kv_heads);
     Keys keys = make_keys(cache, tables, item[3], table_width, length, head, num_kv_heads, layer, num_layers);
-    if (!behind_prefix) wait_for_kernel_before();
+    wait_for_kernel_before();
     Attended p = attend_partial(*(Exchange*)memory, rows, keys, first, scale);
-    if (behind_prefix) wait_for_kernel_before();
-    int row = threadIdx.x % WARP / 4;
     if (place < 0) {
+        int row = threadIdx.x % WARP / 4;
         elem* target[2] = {rows.out + rows.offset(row), rows.out + rows.offset(row + 8)};
         for_pairs(p, rows, [&](int r, int column, float x, float y) {
             *(u32*)(target[r] + column) = pack(normalized(x, p.l[r]), normalized(y, p.l[r]));
@@ -232,14 +280,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS)
     }
     size_t next = (size_t)num_kv_heads * MMA_ROWS * PARTIAL_ROW;
     float* of_head = partials + (size_t)head * MMA_ROWS * PARTIAL_ROW;
-    int count = (length + PARTIAL_KEYS - 1) / PARTIAL_KEYS, first_place = place - which, before = item[4];
-    if (count - before == 1) return merge_last(p, rows, of_head + first_place * next, next, before, scale);
-    float* target = of_head + place * next + row * PARTIAL_ROW;
+    float* target = of_head + place * next + threadIdx.x % WARP / 4 * PARTIAL_ROW;
     for_pairs(p, rows, [&](int r, int column, float x, float y) {
         float* row = target + r * 8 * PARTIAL_ROW;
         *(float2*)(row + column) = make_float2(x, y);
         if (column == 0) row[HEAD_DIM] = p.m[r], row[HEAD_DIM + 1] = p.l[r];
     });
-    if (last_to_come(tickets + first_place * num_kv_heads + head, count - before))
+    int count = (length + PARTIAL_KEYS - 1) / PARTIAL_KEYS, first_place = place - which;
+    if (last_to_come(tickets + first_place * num_kv_heads + head, count - item[4]))
         merge_partials(rows, of_head + first_place * next, next, count, scale);
 }

@@ -95,6 +95,9 @@ struct Team {
     static_assert(WARPS % TILE_BLOCKS == 0, "whole warps to a KV block, so that it is looked up once for all");
     u32 block = threadIdx.x / SIZE, member = threadIdx.x % SIZE;  // which block of the tile's
 
+    // All that copy and read tiles together wait for each other.
+    static __device__ __forceinline__ void sync() { __syncthreads(); }
+
     // The KV block of the tile from key `first` on.
     __device__ __forceinline__ u32 find(const Keys& keys, int first) const {
         int key = first + (int)block * BLOCK_SIZE;

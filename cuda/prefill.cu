@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREFILL_BLOCKS)
     int position[2] = {rows.position_of(warp_row + lane / 4), rows.position_of(warp_row + lane / 4 + 8)};
     Keys keys = make_keys(cache, tables, item[3], table_width, end, blockIdx.y, num_kv_heads, layer, num_layers);
     u32 query_place = shared_address(shared);
-    Tiles<Tile> tiles = {{}, keys, query_place + QUERY_BYTES + KEPT_BYTES};
+    Tiles<Tile, STAGES> tiles = {{}, keys, query_place + QUERY_BYTES + KEPT_BYTES};
     load_queries<ROWS>(query_place, rows);  // joins the first copies
     tiles.start(0);
     Total total(shared + QUERY_BYTES);

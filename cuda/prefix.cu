@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREFIX_BLOCKS)
                   int num_layers, float scale) {
     extern __shared__ __align__(128) char shared[];
     wait_for_kernel_before();
-    start_next_kernel();  // not before: decode.cu reads what the kernels before this one have left
+    start_next_kernel();  // not before: tail.cu reads what the kernels before this one have left
     const int* item = work + blockIdx.x * 4;
     if (item[1] <= 0) return;
     int warp = threadIdx.x / WARP, first = item[2] * PARTIAL_KEYS, end = first + PARTIAL_KEYS;
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREFIX_BLOCKS)
     };
     Keys keys = make_keys(cache, tables, item[3], table_width, end, blockIdx.y, num_kv_heads, layer, num_layers);
     u32 query_place = shared_address(shared);
-    Tiles<Tile> tiles = {{}, keys, query_place + QUERY_BYTES};
+    Tiles<Tile, STAGES> tiles = {{}, keys, query_place + QUERY_BYTES};
     load_queries(query_place, q, members_of_block());  // joins the first copies
     tiles.start(first);
     Partial partial;

@@ -59,7 +59,7 @@ __device__ __forceinline__ void add_tile(Partial& p, Scores& s, u32 v, int colum
 }
 
 // K and V tile by tile through shared memory, in step with the warps that read them.
-template <typename Tile>
+template <typename Tile, int STAGES>
 struct Tiles {
     Tile tile;
     const Keys& keys;
@@ -86,7 +86,7 @@ struct Tiles {
         wait_for_copies<0>();
         tile.template arrived<false>(place(key), key, keys.end);
         if constexpr (STAGES == 2) tile.template arrived<true>(place(key) + TILE_BYTES, key, keys.end);
-        __syncthreads();
+        Tile::sync();
         if constexpr (STAGES == 2) key += TILE_KEYS, load_k(key);
         load_v(key);
         block = tile.find(keys, key + TILE_KEYS);
@@ -94,7 +94,7 @@ struct Tiles {
     // All have read K.
     __device__ __forceinline__ void after_scores(int key) {
         if constexpr (STAGES == 1) {
-            __syncthreads();
+            Tile::sync();
             load_k(key + TILE_KEYS);
         }
     }
@@ -103,16 +103,17 @@ struct Tiles {
         if constexpr (STAGES == 1) {
             wait_for_copies<1>();  // not for the next K
             tile.template arrived<true>(place(key) + TILE_BYTES, key, keys.end);
-            __syncthreads();
+            Tile::sync();
         }
     }
 };
 
 // A partial, from key `first` on, of this warp's rows at q, at these positions; hides(key): whether some of them do not
 // see all of the tile from this key on. A warp that has no rows only helps to copy.
-template <typename Tile, typename Hides>
-__device__ __forceinline__ void walk_partial(Partial& p, Tiles<Tile>& tiles, u32 q, int first, const int (&position)[2],
-                                             Hides hides, int column_group, float scale, bool has_rows) {
+template <typename Tile, int STAGES, typename Hides>
+__device__ __forceinline__ void walk_partial(Partial& p, Tiles<Tile, STAGES>& tiles, u32 q, int first,
+                                             const int (&position)[2], Hides hides, int column_group, float scale,
+                                             bool has_rows) {
     for (int key = first; key < min(first + PARTIAL_KEYS, tiles.keys.end); key += TILE_KEYS) {
         Scores s;
         tiles.before_scores(key);

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 from tinyvllm_cli.backends.gpu import skinny
-from tinyvllm_cli.backends.gpu.attention import decode_shared, prefill_shared, prefix_shared
+from tinyvllm_cli.backends.gpu.attention import decode_shared, prefill_shared, prefix_shared, tail_shared
 from tinyvllm_cli.backends.gpu.kernels import (
     ELEM_OPTIONS,
     KERNELS,
@@ -77,7 +77,12 @@ def dynamic_shared(kernel: str, head_dim: int, kv_dtype: KVDtypeName) -> int:
     if kernel.startswith("normed_"):
         tiling = skinny.HIGH if kernel == "normed_silu" else skinny.LOW
         return skinny.normed_shared_bytes(tiling, skinny.MAX_NORMED_ROWS, skinny.MAX_NORMED_COLUMNS)
-    sizes = {"attend_prefill": prefill_shared, "attend_prefix": prefix_shared, "attend_decode": decode_shared}
+    sizes = {
+        "attend_prefill": prefill_shared,
+        "attend_prefix": prefix_shared,
+        "attend_tail": tail_shared,
+        "attend_decode": decode_shared,
+    }
     return sizes[kernel](head_dim, kv_dtype) if kernel in sizes else 0
 
 

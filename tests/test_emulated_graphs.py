@@ -102,7 +102,7 @@ def test_shapes_are_few(backend: GpuBackend):
     assert backend._graphs._seen == before
     for position in range(5, 8):
         step(backend, Part(0, (1,), position, [9]))
-    assert {shape for shape in backend._graphs._seen - before if len(shape) == 3} == set()
+    assert {shape for shape in backend._graphs._seen - before if len(shape) == 4} == set()
     assert len(backend._graphs._seen - before) == 1
 
 

@@ -1,4 +1,4 @@
-"""The attention op: its kernels (cuda/{prefill,prefix,decode}.cu), and the memory that they work in."""
+"""The attention op: its kernels (cuda/{prefill,prefix,tail,decode}.cu), and the memory that they work in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tinyvllm_cli.backends.gpu.kv import KVCache
     from tinyvllm_cli.backends.gpu.rows import Rows
 
-# These repeat cuda/keys.cuh, tile.cuh, prefill.cu, prefix.cu and decode.cu; a test compares them with the sources.
+# These repeat cuda/keys.cuh, tile.cuh and the kernels' files; a test compares them with the sources.
 TILE_KEYS = 64
 PARTIAL_KEYS = 256
 MMA_ROWS = 16
@@ -44,6 +44,12 @@ def prefix_rows(head_dim: int) -> int:
     return PREFIX_WARPS // _column_groups(head_dim) * MMA_ROWS
 
 
+@cache
+def tail_warps(head_dim: int) -> int:
+    """Warps of a block of the tail kernel, a sequence each; 0: the kernel is not for heads so wide."""
+    return 4 if head_dim <= 64 else 2 if head_dim <= 128 else 0
+
+
 def _column_groups(head_dim: int) -> int:
     """Warps of both kernels that share 16 query rows, each with a part of the columns of V."""
     return 2 if head_dim > 128 else 1
@@ -54,13 +60,20 @@ def prefill_shared(head_dim: int, kv_dtype: KVDtypeName) -> int:
     """Shared memory of a block: query rows, columns of the merged partials, stages of a tile of K and one of V."""
     columns, row = head_dim // 8, _row_bytes(head_dim)
     kept = columns if head_dim <= 64 else columns - 3 if head_dim <= 128 else 0
-    return prefill_rows(head_dim) * row + kept * PREFILL_WARPS * WARP * 16 + _stages_bytes(head_dim, kv_dtype)
+    tiles = _stages(head_dim) * _stage_bytes(head_dim, kv_dtype)
+    return prefill_rows(head_dim) * row + kept * PREFILL_WARPS * WARP * 16 + tiles
 
 
 @cache
 def prefix_shared(head_dim: int, kv_dtype: KVDtypeName) -> int:
     """Shared memory of a block: query rows, stages of a tile of K and one of V."""
-    return prefix_rows(head_dim) * _row_bytes(head_dim) + _stages_bytes(head_dim, kv_dtype)
+    return prefix_rows(head_dim) * _row_bytes(head_dim) + _stages(head_dim) * _stage_bytes(head_dim, kv_dtype)
+
+
+@cache
+def tail_shared(head_dim: int, kv_dtype: KVDtypeName) -> int:
+    """Shared memory of a block: query rows, a tile of K and one of V for each warp."""
+    return tail_warps(head_dim) * (MMA_ROWS * _row_bytes(head_dim) + _stage_bytes(head_dim, kv_dtype))
 
 
 @cache
@@ -72,9 +85,13 @@ def decode_shared(head_dim: int, kv_dtype: KVDtypeName) -> int:
     return exchange + (DECODE_WARPS if head_dim <= 128 else 2) * TILE_KEYS * _row_bytes(head_dim)
 
 
-def _stages_bytes(head_dim: int, kv_dtype: KVDtypeName) -> int:
-    stages = 2 if head_dim <= 64 else 1
-    return stages * 2 * (TILE_KEYS * _row_bytes(head_dim) + _scales_bytes(kv_dtype))
+def _stages(head_dim: int) -> int:
+    return 2 if head_dim <= 64 else 1
+
+
+def _stage_bytes(head_dim: int, kv_dtype: KVDtypeName) -> int:
+    """A tile of K and one of V."""
+    return 2 * (TILE_KEYS * _row_bytes(head_dim) + _scales_bytes(kv_dtype))
 
 
 def _row_bytes(head_dim: int) -> int:
@@ -114,6 +131,7 @@ def attend(device: Device, q: Any, cache: KVCache, rows: Rows, *, layer: int) ->
             (out, q, pool, work.prefill, rows.positions, *tail),
             shared=prefill_shared(head_dim, cache.kv_dtype),
         )
+    of_rows = (rows.query_start_loc, rows.lengths)
     for decode in work.decodes:
         if decode.prefix is not None:
             device.launch(
@@ -123,12 +141,20 @@ def attend(device: Device, q: Any, cache: KVCache, rows: Rows, *, layer: int) ->
                 (buffers.partials, q, pool, decode.prefix, decode.members, *tail),
                 shared=prefix_shared(head_dim, cache.kv_dtype),
             )
-        of_rows = (decode.items, rows.query_start_loc, rows.lengths, rows.block_tables, decode.prefix is not None)
+        if decode.tails is not None:  # right behind, as it counts on that
+            count, warps = len(decode.tails), tail_warps(head_dim)
+            device.launch(
+                "attend_tail",
+                (-(-count // warps), num_kv_heads),
+                warps * WARP,
+                (out, buffers.partials, q, pool, decode.tails, count, *of_rows, *tail),
+                shared=tail_shared(head_dim, cache.kv_dtype),
+            )
         device.launch(
             "attend_decode",
             (len(decode.items), num_kv_heads),
             DECODE_WARPS * WARP,
-            (out, buffers.partials, buffers.tickets, q, pool, *of_rows, *tail[1:]),
+            (out, buffers.partials, buffers.tickets, q, pool, decode.items, *of_rows, *tail),
             shared=decode_shared(head_dim, cache.kv_dtype),
         )
     return out[: rows.num_rows]

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tinyvllm_cli.backends.gpu.attention import MMA_ROWS, PARTIAL_BLOCKS, PARTIAL_KEYS, prefill_rows, prefix_rows
+from tinyvllm_cli.backends.gpu.attention import (
+    MMA_ROWS,
+    PARTIAL_BLOCKS,
+    PARTIAL_KEYS,
+    prefill_rows,
+    prefix_rows,
+    tail_warps,
+)
 from tinyvllm_cli.backends.gpu.graphs import Shape
 from tinyvllm_cli.backends.gpu.sharing import Groups, find_groups
 from tinyvllm_cli.types import I32
@@ -34,15 +41,16 @@ def upload_limit(max_batch_tokens: int, max_slots: int, max_seq_len: int) -> int
 
 
 class DecodeWork(NamedTuple):
-    """Of two launches, or of one: partials that are kept in the workspace together. i32 arrays."""
+    """Of a launch, or of up to three: partials that are kept in the workspace together. i32 arrays."""
 
     # [., 5] sequence, which of its partials, the place where it is left (-1: it is the only one), slot, how many of the
-    # sequence's partials are left by the prefix kernel.
+    # sequence's partials the prefix kernel leaves.
     items: Any
     # Where sequences share partials: [., 4] first member, members, which partial of theirs, slot of one of them; and
     # [., 2] the members: row of T; 16 times the place of its sequence's first partial, plus its first row there.
     prefix: Any | None = None
     members: Any | None = None
+    tails: Any | None = None  # as items, of sequences that have but one partial to themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,8 @@ class AttentionWork:
         if len(self.decodes) != 1:
             return None
         (decode,) = self.decodes
-        return (len(decode.items), 0 if decode.prefix is None else len(decode.prefix))
+        prefix, tails = decode.prefix, decode.tails
+        return (len(decode.items), 0 if prefix is None else len(prefix), 0 if tails is None else len(tails))
 
 
 class Sizes(NamedTuple):
@@ -162,11 +171,15 @@ def _decode_work(few: _Few, tables: BlockTables, sizes: Sizes) -> list[I32]:
     which = _counts(own)
     items[:, 1] += which
     items[:, 2] += which  # that of an only partial, 0, leaves the -1
+    pad = _padded if sizes.padded else np.ascontiguousarray
     if groups is None:
-        return [_padded(items) if sizes.padded else items]
-    prefix = _prefix_items(few, groups, prefix_rows(sizes.head_dim) // sizes.group)
+        return [pad(items)]
+    prefix = pad(_prefix_items(few, groups, prefix_rows(sizes.head_dim) // sizes.group))
     members = _members(few, groups.order, places, sizes.group)
-    return [_padded(items), _padded(prefix), members] if sizes.padded else [items, prefix, members]
+    if not tail_warps(sizes.head_dim):
+        return [pad(items), prefix, members]
+    is_tail = (own == 1).repeat(own)
+    return [pad(items[~is_tail]), prefix, members, pad(items[is_tail])]
 
 
 def _groups(few: _Few, tables: BlockTables) -> Groups | None:
@@ -209,7 +222,8 @@ def _repeated(repeats: I32, *columns: Any) -> I32:
 
 def _padded(work: I32) -> I32:
     """With as many items of nothing to do as make a power of two."""
-    target = np.full((1 << (len(work) - 1).bit_length(), work.shape[1]), -1, np.int32)
+    count = 1 << (len(work) - 1).bit_length() if len(work) else 0
+    target = np.full((count, work.shape[1]), -1, np.int32)
     target[: len(work)] = work
     return target
 

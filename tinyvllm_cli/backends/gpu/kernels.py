@@ -28,6 +28,7 @@ KERNELS = {
     "add_bias": "silu_mul.cu",
     "attend_prefill": "prefill.cu",
     "attend_prefix": "prefix.cu",
+    "attend_tail": "tail.cu",
     "attend_decode": "decode.cu",
     "scan_rows": "sample.cu",
     "sample_rows": "sample.cu",

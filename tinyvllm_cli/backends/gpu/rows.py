@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 UPLOAD_ALIGNMENT = 16  # bytes: kernels may read an array in such words
 VIEWS = 1024  # arrays on the GPU that are kept for steps of the same shape: to make one takes longer than to fill it
-NUM_ARRAYS = 32  # of a step beside those of attention, which has up to three for each sequence
+NUM_ARRAYS = 32  # of a step beside those of attention, which has up to four for each sequence
 
 
 class Upload:
@@ -62,7 +62,7 @@ def upload_limit(engine: EngineConfig, max_seq_len: int) -> int:
     S = padded_rows(engine.slots)  # no more rows are sampled than there are slots
     T = max(engine.max_batch_tokens, S)
     own = 4 * (3 * T + (S + 1) + S + 3 * S) + 8 * S * widest_table(max_seq_len)
-    gaps = UPLOAD_ALIGNMENT * (NUM_ARRAYS + 3 * S)
+    gaps = UPLOAD_ALIGNMENT * (NUM_ARRAYS + 4 * S)
     return own + gaps + attention_work.upload_limit(T, S, max_seq_len) + sample.upload_limit(S)
 
 
