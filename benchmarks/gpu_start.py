@@ -30,14 +30,14 @@ PARTS = (
     ("read the chat template", "tinyvllm_cli.load", "load_chat_template"),
     ("import the GPU backend", "tinyvllm_cli.load", "open_backend"),
     ("open the backend, the rest", "tinyvllm_cli.backends.gpu.backend", "open_gpu_backend"),
-    ("import CuPy, start CUDA", "tinyvllm_cli.load", "start_backend"),
+    ("wait for CUDA, which starts beside", "tinyvllm_cli.load", "start_backend"),
     ("look at the card again", "tinyvllm_cli.backends.gpu.backend", "open_card"),
     ("take the memory", "tinyvllm_cli.backends.gpu.backend", "open_arena"),
     ("load the kernels", "tinyvllm_cli.backends.gpu.backend", "load_kernels"),
     ("open NVRTC", "tinyvllm_cli.backends.gpu.kernels", "load_nvrtc"),
     ("open cuBLAS", "tinyvllm_cli.backends.gpu.backend", "Blas.create"),
-    ("choose algorithms", "tinyvllm_cli.backends.gpu.backend", "tune"),
-    ("read the weights", "tinyvllm_cli.backends.gpu.backend", "load_weights"),
+    ("recall the algorithms, beside the weights", "tinyvllm_cli.backends.gpu.backend", "recall"),
+    ("wait for the weights", "tinyvllm_cli.backends.gpu.loading", "wait_for_weights"),
     ("make the tables of RoPE", "tinyvllm_cli.backends.gpu.backend", "rope_tables"),
 )
 
@@ -60,7 +60,7 @@ class Clock:
 
     def _count(self) -> None:
         now = time.monotonic()
-        self.seconds[self._inside[-1] if self._inside else "elsewhere"] += now - self._last
+        self.seconds[self._inside[-1] if self._inside else "Python itself, and elsewhere"] += now - self._last
         self._last = now
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,9 +78,10 @@ class Clock:
 def start(model: str, started: float) -> dict[str, float]:
     """In a fresh process: to the first token of a prompt. started: when the process was, on the monotonic clock."""
     clock = Clock(started)
-    clock.enter("start Python")
-    clock.leave()
     clock.enter("import the command, NumPy and the like")
+    from tinyvllm_cli.backends.gpu.wake import wake_gpu
+
+    wake_gpu("gpu")
     from tinyvllm_cli.config import EngineOptions
     from tinyvllm_cli.load import load, prepare
     from tinyvllm_cli.types import Request, SamplingParams

@@ -1,4 +1,4 @@
-"""The CUDA runtime without a card, under the names of cupy.cuda.runtime: memory of the processor, streams that wait.
+"""The CUDA runtime without a card, under the names of CuPy's bindings: memory of the processor, streams that wait.
 
 What is enqueued runs when somebody waits for it, and no earlier: memory that is read, reused or freed too soon shows.
 Memory holds NaN until it is written. An error of the card sticks.
@@ -48,7 +48,7 @@ class Queue:
 
 
 class Runtime:
-    """What is used of cupy.cuda.runtime. total: bytes of the card."""
+    """What is used of cupy_backends.cuda.api.runtime. total: bytes of the card."""
 
     hostAllocDefault, eventDisableTiming, streamNonBlocking = 0, 2, 1
     memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3
@@ -62,6 +62,7 @@ class Runtime:
         self.work_done = 0
         self.breaks_at = -1  # the count of work done at which the card breaks
         self._captures: dict[int, list[Work]] = {}  # of streams that are being captured
+        self._graphs: dict[int, list[Work]] = {}
         self._queues: dict[int, Queue] = {}  # by stream
         self._events: dict[int, tuple[Queue, int] | None] = {}  # how much of which work to wait for
 
@@ -162,9 +163,26 @@ class Runtime:
         assert stream not in self._captures
         self._captures[stream] = []
 
-    def streamEndCapture(self, stream: int) -> list[Work]:
+    def streamEndCapture(self, stream: int) -> int:
         self.check()
-        return self._captures.pop(stream)
+        graph = len(self._graphs) + 1
+        self._graphs[graph] = self._captures.pop(stream)
+        return graph
+
+    def graphInstantiate(self, graph: int) -> int:
+        self.check()
+        return graph
+
+    def graphLaunch(self, graph: int, stream: int) -> None:
+        for work in self._graphs[graph]:
+            self.enqueue(stream, work.run, work.places)
+
+    def graphExecDestroy(self, graph: int) -> None:
+        self.check()
+
+    def graphDestroy(self, graph: int) -> None:
+        self.check()
+        self._graphs[graph] = []  # nothing of it may run any more
 
     def enqueue(self, stream: int, run: Callable[[], object], places: tuple[int, ...]) -> None:
         """Not CUDA's: what all that is asynchronous comes down to."""

@@ -1,4 +1,4 @@
-"""A GPU for machines without one: CuPy's names over a runtime whose streams wait, and our kernels emulated.
+"""A GPU for machines without one: arrays in the processor's memory, a runtime whose streams wait, kernels emulated.
 
 emulated_cuda.py is the runtime, cuda_emulator.py runs the kernels; backends/gpu/ above them is the real one. Products,
 which are cuBLAS's on a card, sum each row by itself, so that a row has the same bits in any batch, and leave NaN in the
@@ -20,42 +20,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_emulator import EmulatedKernels
-from emulated_cuda import POISON, CUDARuntimeError, Runtime, Work
+from emulated_cuda import POISON, Runtime
 
 from tinyvllm_cli.backends.gpu import backend, cublas, device, driver, memory, packages
+from tinyvllm_cli.backends.gpu.streams import Stream
 
-# ---------------------------------------------------------------- CuPy
-
-
-class Graph:
-    """Captured work; what it reads and writes must be where it was."""
-
-    def __init__(self, runtime: Runtime, works: list[Work]) -> None:
-        self.runtime, self.works = runtime, works
-
-    def launch(self, stream: Stream) -> None:
-        for work in self.works:
-            self.runtime.enqueue(stream.ptr, work.run, work.places)
+# ---------------------------------------------------------------- arrays
 
 
-class Stream:
-    def __init__(self, runtime: Runtime, *, non_blocking: bool) -> None:
-        assert non_blocking
-        self.runtime = runtime
-        self.ptr = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
-
-    def synchronize(self) -> None:
-        self.runtime.streamSynchronize(self.ptr)
-
-    def begin_capture(self) -> None:
-        self.runtime.streamBeginCapture(self.ptr)
-
-    def end_capture(self) -> Graph:
-        return Graph(self.runtime, self.runtime.streamEndCapture(self.ptr))
-
-
-class DeviceArray(np.ndarray):
-    """What is used of cupy.ndarray. Arithmetic on it would compile a kernel of CuPy's, and is refused."""
+class EmulatedArray(np.ndarray):
+    """What backends/gpu/arrays.py has. Arithmetic on it, which that has not, is refused."""
 
     @property
     def data(self) -> Any:
@@ -63,48 +37,50 @@ class DeviceArray(np.ndarray):
 
     def get(self, stream: Stream | None = None) -> np.ndarray:
         """Waits for that stream; without one, for none of ours."""
-        assert self.flags.c_contiguous, "a copy on the device would compile a kernel"
+        assert self.flags.c_contiguous, "an array with gaps"
         if stream is not None:
             stream.synchronize()
         return np.array(self)
 
     def set(self, values: np.ndarray, stream: Stream | None = None) -> None:
-        """From pageable memory, which CUDA has read when the call returns."""
+        """From pageable memory, which CUDA has read when the call returns. Without a stream: CuPy's, of the doctor."""
         assert self.flags.c_contiguous and (self.shape, self.dtype) == (values.shape, values.dtype)
         run = partial(np.copyto, self.view(np.ndarray), np.array(values))
         if stream is None:
             run()
         else:
-            stream.runtime.enqueue(stream.ptr, run, (self.data.ptr,))
+            stream.cuda.enqueue(stream.ptr, run, (self.data.ptr,))
 
     def __array_ufunc__(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("arithmetic on a device array")
 
 
-def ndarray(shape: tuple[int, ...], dtype: Any, memptr: int) -> np.ndarray:
+def emulated_array(address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """device_array() of backends/gpu/arrays.py, over memory that may be touched."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if not size:
-        return np.empty(shape, dtype).view(DeviceArray)
-    raw = np.frombuffer((ctypes.c_uint8 * size).from_address(memptr), np.uint8)
-    return raw.view(dtype).reshape(shape).view(DeviceArray)
+        return np.empty(shape, dtype).view(EmulatedArray)
+    raw = np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+    return raw.view(dtype).reshape(shape).view(EmulatedArray)
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    return np.full(nbytes, POISON, np.uint8).view(dtype).reshape(shape).view(DeviceArray)
+    return np.full(nbytes, POISON, np.uint8).view(dtype).reshape(shape).view(EmulatedArray)
 
 
 def cupy_modules(runtime: Runtime) -> dict[str, ModuleType]:
-    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
-    cupy.__dict__.update(cuda=cuda, ndarray=ndarray, empty=empty, __version__="14.2.0")
-    cuda.__dict__.update(
-        runtime=runtime,
-        driver=SimpleNamespace(CUDADriverError=CUDARuntimeError),
-        Stream=partial(Stream, runtime),
-        UnownedMemory=lambda address, nbytes, owner, index: address,
-        MemoryPointer=lambda address, offset: address + offset,
-    )
-    return {"cupy": cupy, "cupy.cuda": cuda}
+    """CuPy's bindings of CUDA, and what the doctor uses of the rest."""
+    contents = {
+        "cupy": {"cuda": SimpleNamespace(runtime=runtime), "empty": empty},
+        "cupy_backends": {},
+        "cupy_backends.cuda": {},
+        "cupy_backends.cuda.api": {"runtime": runtime},
+    }
+    modules = {name: ModuleType(name) for name in contents}
+    for name, module in modules.items():
+        module.__dict__.update(contents[name])
+    return modules
 
 
 # ---------------------------------------------------------------- kernels and products
@@ -116,8 +92,8 @@ class Kernels(EmulatedKernels):
     def launch(
         self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], *, stream: Stream, shared: int = 0
     ) -> None:
-        places = tuple(arg.data.ptr for arg in args if isinstance(arg, DeviceArray))
-        stream.runtime.enqueue(stream.ptr, self.prepare(name, grid, block, args, shared), places)
+        places = tuple(arg.data.ptr for arg in args if isinstance(arg, EmulatedArray))
+        stream.cuda.enqueue(stream.ptr, self.prepare(name, grid, block, args, shared), places)
 
 
 def product(out: np.ndarray, a: np.ndarray, weight: np.ndarray, rows: int, *, add: bool = False) -> None:
@@ -144,7 +120,7 @@ class Blas:
     def product(self, out: np.ndarray, a: np.ndarray, weight: np.ndarray, rows: int, *, add: bool = False) -> None:
         arrays = (out, a, weight)
         run = partial(product, *(array.view(np.ndarray) for array in arrays), rows, add=add)
-        self._stream.runtime.enqueue(self._stream.ptr, run, tuple(array.data.ptr for array in arrays))
+        self._stream.cuda.enqueue(self._stream.ptr, run, tuple(array.data.ptr for array in arrays))
         self._counts["cublasLt"] += 1
 
     def is_skinny(self, *arrays: np.ndarray) -> bool:
@@ -171,12 +147,15 @@ def emulated_gpu(
     with pytest.MonkeyPatch.context() as patch:
         for name, module in cupy_modules(runtime).items():
             patch.setitem(sys.modules, name, module)
-        patch.setattr(backend, "tune", lambda *arguments: None)  # time is the card's
+        patch.setattr(backend, "is_tuned", lambda *arguments: True)  # time is the card's
+        patch.setattr(backend, "recall", lambda *arguments: None)
+        patch.setattr(backend, "installed_cupy", lambda: {"cupy": "14.2.0"})
         for module in (driver, device):
             patch.setattr(module, "find_driver", lambda: driver.Driver((13, 0), 1, None))
         patch.setattr(packages, "check_packages", lambda driver: ("CuPy", ""))
         patch.setattr(device, "require_packages", lambda driver: None)
         patch.setattr(memory, "WORKSPACE", memory.ALIGNMENT)
+        patch.setattr(memory, "device_array", emulated_array)
         patch.setattr(
             backend, "load_kernels", lambda capability, *kind_and_cache, shared_limit: kernels(*kind_and_cache[:-1])
         )

@@ -16,6 +16,7 @@ from fp8_tools import planes_of, values_of
 from seam import NUM_IDS, Subject
 
 from tinyvllm_cli.backends.gpu import backend as backend_module
+from tinyvllm_cli.backends.gpu import kernels
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
 from tinyvllm_cli.backends.gpu.device import elem_dtype
 from tinyvllm_cli.backends.gpu.loading import load_weights
@@ -31,6 +32,7 @@ def load_kernels_once() -> Iterator[None]:
     """Backends of a test file share the kernels on the card: hundreds are opened, and each loads the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend_module, "load_kernels", cache(backend_module.load_kernels))
+        patch.setattr(kernels.Kernels, "close", lambda kernels: None)
         yield
 
 

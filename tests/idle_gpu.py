@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,7 @@ def idle_backend(slots: int) -> Iterator[tuple[GpuBackend, IdleRuntime]]:
     engine = EngineConfig(slots=slots, max_batch_tokens=8192, dtype="bfloat16")
     blocks = 1 + slots * CONFIG.max_position // BLOCK_SIZE
     with emulated_gpu(runtime, IdleKernels, IdleBlas):
-        backend = GpuBackend(CONFIG, lambda *given: None, engine, tokenizer_size=CONFIG.vocab_size, num_blocks=blocks)
+        size = CONFIG.vocab_size
+        backend = GpuBackend(CONFIG, lambda *given: nullcontext(), engine, tokenizer_size=size, num_blocks=blocks)
         yield backend, runtime
         backend.close()

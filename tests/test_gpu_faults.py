@@ -22,7 +22,7 @@ OLD, NEW = Driver(cuda_version=(12, 4), num_devices=1), Driver(cuda_version=(13,
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is all there is of CuPy and NVIDIA's libraries: what is written into it is installed."""
-    for name in [name for name in sys.modules if name == "cupy" or name.startswith("cupy.")]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "cupy_backends"]:
         monkeypatch.delitem(sys.modules, name)
     real = importlib.metadata.version
 
@@ -48,8 +48,10 @@ def install(folder: Path, name: str, version: str | None = "14.2.0") -> None:
 
 
 def write_cupy(folder: Path, text: str) -> None:
-    (folder / "cupy").mkdir()
-    (folder / "cupy" / "__init__.py").write_text(text)
+    """text: of CuPy's bindings of CUDA."""
+    api = folder / "cupy_backends" / "cuda" / "api"
+    api.mkdir(parents=True)
+    (api / "runtime.py").write_text(text)
 
 
 def refusal(driver: Driver) -> tuple[str, str]:
@@ -70,7 +72,6 @@ def test_libraries_for_a_newer_cuda_than_the_driver_runs_are_taken_away(environm
     name = requirement.partition(">=")[0]
     install(environment, "cupy-cuda12x")
     write_cupy(environment, "")
-    (environment / "cupy" / "cuda.py").touch()
     require_packages(OLD)
     install(environment, name, "13.0.1")
     said, command = refusal(OLD)
@@ -97,7 +98,9 @@ def test_an_installation_that_broke_off_is_mended(environment: Path):
     assert "uninstall -y cupy-cuda13x && " in command
 
 
-@pytest.mark.parametrize("files", [["cupy/left_over"], ["cupy/__init__.py"], ["cupy.py"]], ids=str)
+@pytest.mark.parametrize(
+    "files", [["cupy_backends/left_over"], ["cupy_backends/__init__.py"], ["cupy_backends.py"]], ids=str
+)
 def test_what_is_called_cupy_and_is_not_is_no_cupy(environment: Path, files: list[str]):
     install(environment, "cupy-cuda13x")
     for file in files:
@@ -105,7 +108,7 @@ def test_what_is_called_cupy_and_is_not_is_no_cupy(environment: Path, files: lis
         (environment / file).touch()
     importlib.invalidate_caches()
     said, _ = refusal(NEW)
-    assert said.startswith("cupy-cuda13x 14.2.0 cannot be imported (No module named 'cupy.cuda'")
+    assert said.startswith("cupy-cuda13x 14.2.0 cannot be imported (No module named 'cupy_backends.cuda'")
 
 
 def test_the_reason_is_what_failed_and_not_the_banner_around_it(environment: Path):

@@ -57,6 +57,7 @@ def _own_kernels_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
             for _, among, choices in tuning._choices(device.blas, product, max_rows):
                 choices[-1 if "skinny" in among else 0]()
 
+    monkeypatch.setattr(backend_module, "is_tuned", lambda *arguments: False)
     monkeypatch.setattr(backend_module, "tune", choose)
 
 
@@ -108,7 +109,7 @@ def spinning(backend: GpuBackend) -> Callable[[], object]:
     kernel = cupy.RawKernel(SPIN, "spin")
 
     def spin() -> None:
-        with backend._device.stream:
+        with cupy.cuda.ExternalStream(backend._device.stream.ptr):
             kernel((1,), (1,), (np.int64(CYCLES),))
 
     return spin

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,15 @@ def test_a_large_model_is_there_at_once(name: str, limit_s: float):
     tensors = RandomTensors(config)
     seconds = 0.0
 
-    def fill(parameters: Any, device: Any) -> None:
+    @contextmanager
+    def fill(parameters: Any, device: Any) -> Iterator[None]:
         nonlocal seconds
         device.card.cuda.deviceSynchronize()
         started = time.perf_counter()
-        fill_random(parameters, device, config=config, tensors=tensors)
-        device.card.cuda.deviceSynchronize()
-        seconds = time.perf_counter() - started
+        with fill_random(parameters, device, config=config, tensors=tensors):
+            device.card.cuda.deviceSynchronize()
+            seconds = time.perf_counter() - started
+            yield
 
     engine = EngineConfig(slots=4, max_batch_tokens=64, dtype="bfloat16", max_model_len=256)
     size = config.vocab_size

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tinyvllm_cli.backends.gpu import kernels, libraries
-from tinyvllm_cli.backends.gpu.driver import Driver
+from tinyvllm_cli.backends.gpu.driver import MAX_DYNAMIC_SHARED_SIZE_BYTES, SHARED_SIZE_BYTES, Driver
 from tinyvllm_cli.backends.gpu.kernels import (
     KERNELS,
     Kernels,
@@ -186,35 +185,22 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Everything that the driver is asked for, in order; kernels have 1,000 bytes of static shared memory."""
     calls: list[tuple[Any, ...]] = []
 
-    class Function:
-        def __init__(self, name: str) -> None:
-            self.ptr = name
-
-    class Module:
-        def load(self, binary: bytes) -> None:
+    class Code:
+        def load(self, binary: bytes) -> int:
             if binary == b"bad":
                 raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+            return 1
 
-        def get_function(self, name: str) -> Function:
-            return Function(name)
+        def function(self, module: int, name: str) -> str:
+            return name
 
-    driver = SimpleNamespace(
-        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="static",
-        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic",
-        funcGetAttribute=lambda attribute, pointer: {"static": 1000}[attribute],
-        funcSetAttribute=lambda *arguments: calls.append(arguments),
-    )
-    for name, content in (
-        ("cupy", {}),
-        ("cupy.cuda", {}),
-        ("cupy.cuda.function", {"Module": Module}),
-        ("cupy_backends", {}),
-        ("cupy_backends.cuda", {}),
-        ("cupy_backends.cuda.api", {"driver": driver}),
-    ):
-        module = ModuleType(name)
-        module.__dict__.update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+        def attribute(self, function: str, attribute: int) -> int:
+            return {SHARED_SIZE_BYTES: 1000}[attribute]
+
+        def set_attribute(self, *arguments: Any) -> None:
+            calls.append(arguments)
+
+    monkeypatch.setattr(kernels, "Code", Code)
     monkeypatch.setattr(kernels, "open_launch", lambda: "call")
     monkeypatch.setattr(kernels, "Launch", lambda *made, **options: lambda *given: calls.append((made, options, given)))
     return calls
@@ -254,7 +240,7 @@ def test_more_shared_memory_than_the_card_has_is_an_error_of_that_kernel(
     def refuse(*arguments: Any) -> None:
         raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
 
-    monkeypatch.setattr(sys.modules["cupy_backends.cuda.api"].driver, "funcSetAttribute", refuse)
+    monkeypatch.setattr(kernels.Code, "set_attribute", refuse)
     with pytest.raises(DeviceError, match="embed: 101000 bytes of shared memory"):
         some.launch("embed", (1,), 128, (), stream=STREAM, shared=100_000)
     assert not launches and not some.counts
@@ -295,7 +281,7 @@ def test_shared_memory_is_asked_for_once_where_it_exceeds_48_kb(launches: list[t
     for shared in (fits, too_much, too_much, 90_000, fits, 90_000):
         some.launch("attend_decode", (1,), 32, (), stream=STREAM, shared=shared)
     some.launch("attend_prefill", (1,), 32, (), stream=STREAM, shared=too_much)
-    asked = [(call[0], call[2]) for call in launches if call[1] == "dynamic"]
+    asked = [(call[0], call[2]) for call in launches if call[1] == MAX_DYNAMIC_SHARED_SIZE_BYTES]
     assert asked == [("attend_decode", too_much), ("attend_decode", 90_000), ("attend_prefill", too_much)]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tinyvllm_cli.backends.gpu import skinny
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
-from tinyvllm_cli.backends.gpu.tuning import MAX_ROWS, tune
+from tinyvllm_cli.backends.gpu.tuning import MAX_ROWS, is_tuned, recall, tune
 from tinyvllm_cli.errors import DeviceError
 
 K = 64
@@ -112,7 +112,7 @@ class Library:
 
     def end_capture(self) -> Any:
         took, self.captured = self.captured, None
-        return SimpleNamespace(launch=lambda stream: self.pass_time(sum(took)))
+        return SimpleNamespace(launch=lambda stream: self.pass_time(sum(took)), close=lambda: None)
 
     def pass_time(self, milliseconds: float) -> None:
         self.clock += milliseconds
@@ -152,6 +152,12 @@ class Library:
 
 
 def tuned(library: Library, cache: Path | None, max_rows: int = 20, card: str = "a card") -> Library:
+    tune(*subject(library, card), max_rows, cache)
+    return library
+
+
+def subject(library: Library, card: str = "a card") -> tuple[Any, Any]:
+    """Device and parameters."""
     arrays = {name: host((272, K)) for name in ("normed", "attended", "activated", "picked")}
     outs = {"qkv": host((272, 48)), "gate_up": host((272, 64)), "x": host((272, 32), np.float32)}
     logits = host((272, 128), np.float32)
@@ -162,8 +168,7 @@ def tuned(library: Library, cache: Path | None, max_rows: int = 20, card: str = 
         stream=library,
         buffers=SimpleNamespace(**arrays, **outs, logits=logits),
     )
-    tune(device, SimpleNamespace(layers=[layer] * 3, head=layer.head), max_rows, cache)
-    return library
+    return device, SimpleNamespace(layers=[layer] * 3, head=layer.head)
 
 
 def test_the_quickest_with_the_bits_of_the_first_is_chosen():
@@ -227,6 +232,32 @@ def test_what_was_timed_is_remembered_for_card_and_library(tmp_path: Path):
     assert first.products > 0 == again.products
     assert again.chosen == first.chosen
     assert [path.name for path in (tmp_path / "algorithms").iterdir()] == ["a card 7 1.2.3.json"]
+
+
+def test_what_is_remembered_is_chosen_without_touching_the_card(tmp_path: Path):
+    first, again = tuned(Library([5.0, 1.0], skinny=0.5), tmp_path), Library([5.0, 1.0], skinny=0.5)
+    device, parameters = subject(again)
+    assert is_tuned(device, parameters, 20, tmp_path)
+    device.stream = device.card.cuda = None
+    recall(device, parameters, 20, tmp_path)
+    assert (again.chosen, again.skinny_chosen) == (first.chosen, first.skinny_chosen)
+
+
+def test_all_is_remembered_only_of_the_same_kernels_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = subject(Library([5.0, 1.0]))
+    assert not is_tuned(*made, 20, tmp_path) and not is_tuned(*made, 20, None)
+    tuned(Library([5.0, 1.0]), tmp_path)
+    assert is_tuned(*made, 20, tmp_path)
+    assert not is_tuned(*made, 21, tmp_path)
+    monkeypatch.setattr(skinny, "digest", lambda: "another")
+    assert not is_tuned(*made, 20, tmp_path)
+
+
+def test_what_is_not_remembered_after_all_runs_by_the_first_choice(tmp_path: Path):
+    tuned(Library([5.0, 4.0, 1.0]), tmp_path)
+    library = Library([5.0, 1.0])
+    recall(*subject(library), 20, tmp_path)
+    assert set(library.chosen.values()) == {0}
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"4 rows": "x"}', "\0", json.dumps({"x": 10**30})])

@@ -19,6 +19,7 @@ from tinyvllm_cli.backends.choose import (
     open_backend,
     start_backend,
 )
+from tinyvllm_cli.backends.gpu.wake import wake_gpu
 from tinyvllm_cli.backends.machine import available_cpus
 from tinyvllm_cli.config import EngineConfig, EngineOptions
 from tinyvllm_cli.engine.engine import Engine
@@ -126,6 +127,7 @@ def prepare(
     can be told so early), UsageError for a config that cannot be.
     """
     started = time.monotonic()
+    wake_gpu(backend)
     chosen = choose_backend(backend)
     check_dtype(chosen, config.dtype)
     start = partial(start_backend, chosen)

@@ -54,9 +54,9 @@ def choose_backend(name: BackendName) -> Chosen:
 
 
 def start_backend(backend: Chosen) -> None:
-    """What open_backend() begins with and needs no model for: to import CuPy and start CUDA takes a while. DeviceError
-    where the GPU cannot be used."""
+    """What open_backend() begins with and needs no model for. DeviceError where the GPU cannot be used."""
     if backend == "gpu":
+        import tinyvllm_cli.backends.gpu.backend  # noqa: F401  while CUDA starts
         from tinyvllm_cli.backends.gpu.device import open_card
 
         with _or_the_cpu():

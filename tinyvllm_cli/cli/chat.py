@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from tinyvllm_cli.backends.gpu.wake import wake_gpu
 from tinyvllm_cli.cli.options import (
     MACHINE,
     MAX_TOKENS,
@@ -85,6 +86,7 @@ def chat(context: click.Context, /, **options: Any) -> None:
     output; a - behind it puts standard input after the prompt, and a - alone makes standard input the prompt. Where
     standard input is no terminal, and there is no PROMPT, each of its lines is a turn.
     """
+    wake_gpu(options["backend"])
     from tinyvllm_cli.chat.options import ChatOptions
     from tinyvllm_cli.chat.start import run_chat
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from tinyvllm_cli.backends.gpu.wake import wake_gpu
 from tinyvllm_cli.cli.completion import files
 from tinyvllm_cli.cli.options import (
     GroupedCommand,
@@ -55,6 +56,8 @@ def run(context: click.Context, /, **options: Any) -> None:
             "Missing argument 'INPUT': give a .jsonl, .csv or .txt file, or - for JSON lines on standard input",
             context,
         )
+    if not options["dry_run"]:
+        wake_gpu(options["backend"])
     from tinyvllm_cli.run_file import run_file
     from tinyvllm_cli.run_options import RunOptions
 

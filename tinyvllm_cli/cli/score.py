@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from tinyvllm_cli.backends.gpu.wake import wake_gpu
 from tinyvllm_cli.cli.completion import files
 from tinyvllm_cli.cli.options import (
     GroupedCommand,
@@ -46,6 +47,8 @@ def score(context: click.Context, /, **options: Any) -> None:
         raise click.UsageError(
             "Missing argument 'INPUT': give a .jsonl or .txt file, or - for JSON lines on standard input", context
         )
+    if not options["dry_run"]:
+        wake_gpu(options["backend"])
     from tinyvllm_cli.score_file import ScoreOptions, score_file
 
     context.exit(score_file(ScoreOptions(**options), origins=origins(context), command=sys.argv, hold=context.obj.hold))

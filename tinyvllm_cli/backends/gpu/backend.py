@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -32,12 +31,14 @@ from tinyvllm_cli.backends.gpu.memory import (
     table_rooms,
 )
 from tinyvllm_cli.backends.gpu.nvrtc import load_nvrtc
+from tinyvllm_cli.backends.gpu.packages import installed_cupy
 from tinyvllm_cli.backends.gpu.pinned import PinnedRing
 from tinyvllm_cli.backends.gpu.random_weights import DeviceTensors, fill_random
 from tinyvllm_cli.backends.gpu.rows import Rows, Upload, resolve_rows
 from tinyvllm_cli.backends.gpu.slots import Slots
+from tinyvllm_cli.backends.gpu.streams import Stream
 from tinyvllm_cli.backends.gpu.supported import check_model
-from tinyvllm_cli.backends.gpu.tuning import tune
+from tinyvllm_cli.backends.gpu.tuning import is_tuned, recall, tune
 from tinyvllm_cli.backends.row_layout import check_mask, within
 from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import DeviceError
@@ -65,7 +66,7 @@ class GpuBackend:
     def __init__(
         self,
         config: ModelConfig,
-        fill: Callable[[Parameters, Device], None],
+        fill: Callable[[Parameters, Device], AbstractContextManager[object]],
         engine: EngineConfig,
         *,
         tokenizer_size: int,
@@ -75,9 +76,9 @@ class GpuBackend:
     ) -> None:
         """Take the memory, compile or find the kernels, fill the weights.
 
-        fill: writes the parameters, which lie on this device and hold anything. tokenizer_size: ids from here on are
-        padding and never come out. num_blocks: None is what engine.gpu_memory leaves for the KV pool. cache: the
-        user's folder, for compiled kernels; None: nothing is kept.
+        fill: writes the parameters, which lie on this device and hold anything, by the end of its block.
+        tokenizer_size: ids from here on are padding and never come out. num_blocks: None is what engine.gpu_memory
+        leaves for the KV pool. cache: the user's folder, for compiled kernels; None: nothing is kept.
         ModelError where the model, or any sequence, does not fit or is not supported; DeviceError where the GPU cannot
         be used; whatever fill raises.
         """
@@ -93,8 +94,13 @@ class GpuBackend:
             with self._running():
                 plan = fit_memory(config, engine, self._card.free_bytes(), num_blocks)
                 self._open(plan, engine, max_in_flight, cache)
-                tune(self._device, self._parameters, engine.slots, cache)
-                fill(self._parameters, self._device)
+                products = (self._device, self._parameters, engine.slots, cache)
+                remembered = is_tuned(*products)
+                if not remembered:
+                    tune(*products)  # it overwrites the parameters
+                with fill(self._parameters, self._device):
+                    if remembered:
+                        recall(*products)
                 # Copies of pageable memory may be under way still, and our stream waits for no other.
                 self._card.cuda.deviceSynchronize()
                 self._device.kernels.counts.clear()  # what was tried and filled is no part of any step
@@ -103,8 +109,6 @@ class GpuBackend:
             raise
 
     def _open(self, plan: MemoryPlan, engine: EngineConfig, max_in_flight: int, cache: Path | None) -> None:
-        from cupy.cuda import Stream
-
         config, card, cuda, length = self._config, self._card, self._card.cuda, plan.max_seq_len
         arena, address = open_arena(card, plan)
         self._closing.callback(cuda.free, address)
@@ -116,24 +120,23 @@ class GpuBackend:
         self._cache = KVCache(arena.take(*pool_room(config, engine, plan.num_blocks)), engine.kv_dtype)
         assert arena.used == plan.total, f"{arena.used} bytes used, {plan.total} planned"
 
-        stream = Stream(non_blocking=True)
         closed_later = self._closing.enter_context  # in the reverse order
+        stream, copies = (closed_later(closing(Stream(cuda))) for _ in range(2))
         built_for = (card.compute_capability, engine.dtype, config.head_dim, engine.kv_dtype)
-        kernels = load_kernels(*built_for, cache, shared_limit=card.block_shared_bytes)
+        kernels = closed_later(closing(load_kernels(*built_for, cache, shared_limit=card.block_shared_bytes)))
         blas = closed_later(closing(Blas.create(stream, workspace, kernels)))
         self._device = Device(card, stream, kernels, blas, engine.dtype, buffers)
         for zeros in (tables["blocks"], buffers.tickets, buffers.draw_ticket):
             cuda.memsetAsync(zeros.data.ptr, 0, zeros.nbytes, stream.ptr)
         self._slots = closed_later(closing(Slots(cuda, tables["tokens"], tables["blocks"], stream.ptr)))
         ring = closed_later(closing(PinnedRing(cuda, max_in_flight, region.nbytes)))
-        view = device_view(region.data.ptr, region.nbytes, card.index)
+        view = device_view(region.data.ptr)
         self._upload = Upload(cuda, ring, view, region.nbytes)
-        copies = Stream(non_blocking=True)
         self._masks = closed_later(closing(Masks(cuda, buffers.masks, copies, stream)))
         landing = partial(Landing, cuda, buffers.drawn, stream.ptr)
         self._landings = [closed_later(closing(landing())) for _ in range(max_in_flight)]  # those that no step has
-        self._graphs = Graphs(cuda, stream, kernels.counts)
-        self._closing.callback(self._close_graphs)
+        self._graphs = Graphs(stream, kernels.counts)
+        self._closing.callback(self._graphs.close)
         self._rope = (tables["cos"], tables["sin"])
         for table, values in zip(self._rope, rope_tables(config.rope, config.head_dim, length), strict=True):
             cuda.memcpy(table.data.ptr, values.ctypes.data, values.nbytes, cuda.memcpyHostToDevice)
@@ -222,16 +225,8 @@ class GpuBackend:
         if self._closed:
             return
         self._closed = True
-        if self._fault is not None:
-            # CuPy would free its part of a card that has failed, even at the interpreter's end, and complain of each
-            # piece on standard error: one reference too many leaves all of it to the end of the process.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         with suppress(Exception):  # nothing that still goes wrong may hide why a run ends
             self._closing.close()
-
-    def _close_graphs(self) -> None:
-        if self._fault is None:  # else they stay, as close() says
-            self._graphs.close()
 
     def _resolve(self, batch: Batch, *, pads_decoding: bool = False) -> Rows:
         """Lay a step out, and enqueue the copy of what its kernels read, and what comes before the step itself."""
@@ -334,15 +329,13 @@ def open_gpu_backend(
 
 def _details(card: Card, blas: Blas, plan: MemoryPlan) -> dict[str, str | int]:
     """Versions, and bytes of the memory by what it is for."""
-    import cupy
-
     return {
         "compute_capability": ".".join(map(str, card.compute_capability)),
         "driver": _version(card.cuda.driverGetVersion()),
         "cuda_runtime": _version(card.cuda.runtimeGetVersion()),
         "cublas": str(blas.version),
         "nvrtc": ".".join(map(str, load_nvrtc().version)),
-        "cupy": cupy.__version__,
+        "cupy": next(iter(installed_cupy().values()), "unknown"),
         **{f"{name}_bytes": getattr(plan, name) for name in ("weights", "pool", "total")},
     }
 

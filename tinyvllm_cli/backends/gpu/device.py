@@ -12,6 +12,7 @@ from tinyvllm_cli.backends.gpu.cublas import Blas
 from tinyvllm_cli.backends.gpu.driver import find_driver
 from tinyvllm_cli.backends.gpu.kernels import Kernels
 from tinyvllm_cli.backends.gpu.packages import require_capability, require_packages
+from tinyvllm_cli.backends.gpu.streams import Stream
 from tinyvllm_cli.config import DtypeName
 from tinyvllm_cli.errors import DeviceError
 
@@ -35,7 +36,7 @@ class Card:
     total_bytes: int
     multiprocessors: int
     block_shared_bytes: int  # of shared memory, that a block of threads may have
-    cuda: Any  # the module cupy.cuda.runtime
+    cuda: Any  # the module cupy_backends.cuda.api.runtime
     faults: tuple[type[Exception], ...]  # what is raised when CUDA fails: by CuPy, or by us
 
     def free_bytes(self) -> int:
@@ -48,8 +49,7 @@ def open_card() -> Card:
     if driver is None:
         raise DeviceError("no NVIDIA device is visible: see whether `nvidia-smi` lists one")
     require_packages(driver)
-    from cupy.cuda import driver as cuda_driver
-    from cupy.cuda import runtime
+    from cupy_backends.cuda.api import runtime
 
     try:
         index = runtime.getDevice()
@@ -67,7 +67,7 @@ def open_card() -> Card:
         multiprocessors=properties["multiProcessorCount"],
         block_shared_bytes=properties["sharedMemPerBlockOptin"],
         cuda=runtime,
-        faults=(DeviceError, runtime.CUDARuntimeError, cuda_driver.CUDADriverError),
+        faults=(DeviceError, runtime.CUDARuntimeError),
     )
 
 
@@ -76,7 +76,7 @@ class Device:
     """What every op gets. All its work runs on one stream, in the order in which it is enqueued."""
 
     card: Card
-    stream: Any  # cupy.cuda.Stream, non-blocking: it waits for nobody and nobody waits for it
+    stream: Stream
     kernels: Kernels
     blas: Blas
     dtype: DtypeName

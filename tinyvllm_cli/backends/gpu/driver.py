@@ -1,21 +1,37 @@
-"""Asks the NVIDIA driver, without CuPy, what is visible: cheap enough to ask before anything else."""
+"""The NVIDIA driver through ctypes: what is visible, cheap enough to ask before anything else, and machine code.
+
+CuPy's own calls of it import all of CuPy, which takes longer than to read a model.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
-# Argument types of every driver function that is called (cuda.h); all return a CUresult.
-SIGNATURES = {
+Signatures: TypeAlias = Mapping[str, Sequence[Any]]
+_Pointer, _Int = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
+# Argument types of the driver's functions that are called (cuda.h); all return a CUresult.
+SIGNATURES: Signatures = {
     "cuInit": (ctypes.c_uint,),
-    "cuDriverGetVersion": (ctypes.POINTER(ctypes.c_int),),
-    "cuDeviceGetCount": (ctypes.POINTER(ctypes.c_int),),
+    "cuDriverGetVersion": (_Int,),
+    "cuDeviceGetCount": (_Int,),
     "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
 }
+CODE_SIGNATURES: Signatures = {
+    "cuModuleLoadData": (ctypes.POINTER(_Pointer), ctypes.c_char_p),
+    "cuModuleGetFunction": (ctypes.POINTER(_Pointer), _Pointer, ctypes.c_char_p),
+    "cuModuleUnload": (_Pointer,),
+    "cuFuncGetAttribute": (_Int, ctypes.c_int, _Pointer),
+    "cuFuncSetAttribute": (_Pointer, ctypes.c_int, ctypes.c_int),
+}
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+# Of a function: bytes of shared memory that it declares, and that a launch may add.
+SHARED_SIZE_BYTES, MAX_DYNAMIC_SHARED_SIZE_BYTES = 1, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +71,49 @@ def _count_device_nodes() -> int:
     return sum(bool(re.fullmatch(r"nvidia\d+|dxg", path.name)) for path in Path("/dev").iterdir())
 
 
-def _open_driver() -> ctypes.CDLL:
+def _open_driver(signatures: Signatures = SIGNATURES) -> ctypes.CDLL:
     """The driver's own library; OSError where it is missing, or too old to have one of the functions."""
     library = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in SIGNATURES.items():
+    for name, arguments in signatures.items():
         try:
             getattr(library, name).argtypes = list(arguments)
         except AttributeError:
             raise OSError(f"libcuda.so.1 has no function {name}") from None
     return library
+
+
+class Code:
+    """Machine code in the current context. RuntimeError, in the driver's words, where a call fails."""
+
+    def __init__(self) -> None:
+        self._library = _open_driver({**SIGNATURES, **CODE_SIGNATURES})
+
+    def load(self, binary: bytes) -> int:
+        """A module of a cubin, or of PTX that ends with a zero byte."""
+        return self._made("cuModuleLoadData", binary)
+
+    def function(self, module: int, name: str) -> int:
+        return self._made("cuModuleGetFunction", module, name.encode())
+
+    def unload(self, module: int) -> None:
+        self._call("cuModuleUnload", module)
+
+    def attribute(self, function: int, attribute: int) -> int:
+        value = ctypes.c_int()
+        self._call("cuFuncGetAttribute", ctypes.byref(value), attribute, function)
+        return value.value
+
+    def set_attribute(self, function: int, attribute: int, value: int) -> None:
+        self._call("cuFuncSetAttribute", function, attribute, value)
+
+    def _made(self, name: str, *arguments: object) -> int:
+        made = _Pointer()
+        self._call(name, ctypes.byref(made), *arguments)
+        return made.value or 0
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if status := getattr(self._library, name)(*arguments):
+            raise RuntimeError(error_name(status, self._library))
 
 
 def error_name(status: int, library: ctypes.CDLL | None = None) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from tinyvllm_cli.backends.gpu.streams import Graph, Stream
 
 Shape: TypeAlias = tuple[int, ...]  # all that decides which kernels a step launches, with which grids and arguments
 
@@ -15,7 +17,7 @@ OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 @dataclass(slots=True)
 class _Captured:
-    graph: Any  # of CuPy
+    graph: Graph
     launches: Counter[str]  # what one replay launches, by name
     replays: int = 0
 
@@ -23,9 +25,9 @@ class _Captured:
 class Graphs:
     """Captured steps of one stream, by shape. Steps of one shape must read and write the same addresses."""
 
-    def __init__(self, cuda: Any, stream: Any, launched: Counter[str]) -> None:
-        """cuda: the module cupy.cuda.runtime; stream: a CuPy stream; launched: counts what is enqueued, by name."""
-        self._cuda = cuda
+    def __init__(self, stream: Stream, launched: Counter[str]) -> None:
+        """launched: counts what is enqueued, by name."""
+        self._cuda = stream.cuda
         self._stream = stream
         self._launched = launched
         self._seen: set[Shape] = set()
@@ -81,4 +83,6 @@ class Graphs:
         captured.replays += 1
 
     def close(self) -> None:
+        for captured in self._graphs.values():
+            captured.graph.close()
         self._graphs.clear()

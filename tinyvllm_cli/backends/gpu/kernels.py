@@ -12,7 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from tinyvllm_cli.backends.gpu.driver import find_driver
+from tinyvllm_cli.backends.gpu.driver import (
+    MAX_DYNAMIC_SHARED_SIZE_BYTES,
+    SHARED_SIZE_BYTES,
+    Code,
+    find_driver,
+)
 from tinyvllm_cli.backends.gpu.launch import Launch, open_launch, parameter_formats
 from tinyvllm_cli.backends.gpu.nvrtc import Nvrtc, load_nvrtc
 from tinyvllm_cli.config import DtypeName, KVDtypeName
@@ -109,24 +114,21 @@ class Kernels:
     ) -> None:
         """programmatic: whether kernels may start before the end of the one before (Launch). shared_limit: bytes of
         shared memory that the card gives to a block."""
-        from cupy.cuda.function import Module
-
         self.counts: Counter[str] = Counter()
         self.shared_limit = shared_limit
         self.files = dict(files)  # .cu file -> where its machine code came from
-        modules = {}
+        self._code = Code()
+        self._modules: dict[str, int] = {}
         try:
             for file, binary in binaries.items():
-                modules[file] = Module()
-                modules[file].load(binary)
-            # Each keeps its module, and is kept for it.
-            self._functions = {name: modules[file].get_function(name) for name, file in KERNELS.items()}
-        except RuntimeError as error:  # CuPy's CUDADriverError
+                self._modules[file] = self._code.load(binary)
+            self._functions = {name: self._code.function(self._modules[file], name) for name, file in KERNELS.items()}
+        except RuntimeError as error:
             raise DeviceError(f"the driver does not load the kernels ({error}): update the NVIDIA driver") from None
         formats = {name: letters for file in binaries for name, letters in parameter_formats(sources[file]).items()}
         call = open_launch()
         self._launches = {
-            name: Launch(call, name, function.ptr, formats[name], programmatic=programmatic)
+            name: Launch(call, name, function, formats[name], programmatic=programmatic)
             for name, function in self._functions.items()
         }
         self._shared_limits: dict[str, int] = {}  # dynamic shared memory that a kernel may be launched with
@@ -148,16 +150,20 @@ class Kernels:
 
     def _allow_shared(self, name: str, shared: int) -> None:
         """Static and dynamic shared memory together may exceed 48 KB only where the kernel has been told so."""
-        from cupy_backends.cuda.api import driver
-
-        pointer = self._functions[name].ptr
-        static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, pointer)
+        function = self._functions[name]
+        static = self._code.attribute(function, SHARED_SIZE_BYTES)
         if static + shared > SHARED_WITHOUT_ASKING:
             try:
-                driver.funcSetAttribute(pointer, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
-            except RuntimeError as error:  # CuPy's CUDADriverError
+                self._code.set_attribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+            except RuntimeError as error:
                 raise DeviceError(f"{name}: {static + shared} bytes of shared memory are too many: {error}") from None
         self._shared_limits[name] = shared
+
+    def close(self) -> None:
+        """Once none of them runs any more. Quiet on a card that has failed, which the process's end frees."""
+        with contextlib.suppress(RuntimeError):
+            for module in self._modules.values():
+                self._code.unload(module)
 
 
 def load_kernels(

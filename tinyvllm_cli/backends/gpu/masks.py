@@ -19,7 +19,7 @@ class Masks:
     """
 
     def __init__(self, cuda: Any, device: Array, copies: Any, draws: Any) -> None:
-        """copies: a CuPy stream that has nothing else to do; draws: the one on which the masks are read."""
+        """copies: a stream that has nothing else to do; draws: the one on which the masks are read."""
         self._cuda = cuda
         self._device = device
         self._copies = copies

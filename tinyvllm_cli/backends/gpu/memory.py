@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyvllm_cli.backends.gpu import attention, sample
+from tinyvllm_cli.backends.gpu.arrays import device_array
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
 from tinyvllm_cli.backends.gpu.device import Card, elem_dtype
 from tinyvllm_cli.backends.gpu.drawn import drawn_parts, drawn_words
@@ -70,16 +71,12 @@ def open_arena(card: Card, plan: MemoryPlan) -> tuple[Arena, int]:
             f"{card.name} has no {in_units(plan.total)} in one piece, with {in_units(card.free_bytes())} free now: "
             "another process may have taken some since; start again, or give a smaller --gpu-memory"
         ) from None
-    return Arena(plan.total, device_view(address, plan.total, card.index)), address
+    return Arena(plan.total, device_view(address)), address
 
 
-def device_view(address: int, nbytes: int, device: int) -> View:
-    """CuPy arrays over device memory that CuPy does not own."""
-    from cupy import ndarray
-    from cupy.cuda import MemoryPointer, UnownedMemory
-
-    memory = UnownedMemory(address, nbytes, None, device)
-    return lambda offset, shape, dtype: ndarray(shape, dtype, memptr=MemoryPointer(memory, offset))
+def device_view(address: int) -> View:
+    """Arrays over the device memory that begins at an address."""
+    return lambda offset, shape, dtype: device_array(address + offset, shape, dtype)
 
 
 def room_bytes(room: Room) -> int:

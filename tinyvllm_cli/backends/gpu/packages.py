@@ -39,7 +39,8 @@ def require_packages(driver: Driver) -> None:
     """Raise a DeviceError, with the command that mends it, unless CuPy can be used with this driver."""
     name, mend = check_packages(driver)
     try:
-        importlib.import_module("cupy.cuda")  # a folder called cupy, whatever is in it, can be imported alone
+        # CuPy's bindings of CUDA, without the rest of it, whose import takes longer than all else of a start.
+        importlib.import_module("cupy_backends.cuda.api.runtime")
     except Exception as error:  # whatever is broken in there, a traceback of CuPy's helps nobody
         cause = error.__cause__ or error  # CuPy puts a banner and a long text around it
         reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)

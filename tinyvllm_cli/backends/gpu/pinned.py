@@ -16,7 +16,7 @@ class Pinned:
     """Page-locked bytes, and an event that says when the copies asked for are done: those up to the last record()."""
 
     def __init__(self, cuda: Any, nbytes: int) -> None:
-        """cuda: the module cupy.cuda.runtime."""
+        """cuda: the module cupy_backends.cuda.api.runtime."""
         self._cuda = cuda
         self.address: int = cuda.hostAlloc(nbytes, cuda.hostAllocDefault)
         self.bytes: U8 = np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(self.address)), np.uint8)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from threading import Lock
 
 import numpy as np
@@ -21,7 +22,10 @@ BLOCK = 256  # threads
 ELEMS_OF_THREAD = 8
 
 
-def fill_random(parameters: Parameters, device: Device, *, config: ModelConfig, tensors: RandomTensors) -> None:
+@contextmanager
+def fill_random(
+    parameters: Parameters, device: Device, *, config: ModelConfig, tensors: RandomTensors
+) -> Iterator[None]:
     """Enqueue what load_weights would leave there: matrices by a kernel, vectors, which are few, by copies."""
     jobs = list(places(parameters, config))
     elem = elem_dtype(device.dtype)
@@ -32,6 +36,7 @@ def fill_random(parameters: Parameters, device: Device, *, config: ModelConfig, 
     with closing(Uploader(max(job.target.nbytes for job in vectors))) as uploader:
         for job in vectors:
             upload(job.target, tensors.read(job.tensor), elem, uploader)
+    yield
 
 
 def fill_matrix(device: Device, target: Array, seed: int, tensor: int) -> None:

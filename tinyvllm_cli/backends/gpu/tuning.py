@@ -9,6 +9,7 @@ other models of its shapes use what was remembered.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tinyvllm_cli.backends.gpu import skinny
+from tinyvllm_cli.backends.gpu import cublas, skinny
 from tinyvllm_cli.backends.gpu.cublas import Blas, padded_rows
 from tinyvllm_cli.backends.gpu.device import Device
 from tinyvllm_cli.errors import DeviceError
@@ -58,16 +59,33 @@ class Product:
         return f"{rows} rows {n}x{k} {self.a.dtype.name}, {out} among {among}"
 
 
+def is_tuned(device: Device, parameters: Parameters, max_rows: int, cache: Path | None) -> bool:
+    """Whether recall() will find all that it needs."""
+    return _all_name(_products(device, parameters), max_rows) in _read(_path(device, cache))
+
+
+def recall(device: Device, parameters: Parameters, max_rows: int, cache: Path | None) -> None:
+    """Choose what tune() has chosen for these, the first that there is where it is not remembered. Touches no memory of
+    the device: weights may be on their way."""
+    known = _read(_path(device, cache))
+    for product in _products(device, parameters):
+        for rows, among, choices in _choices(device.blas, product, min(max_rows, MAX_ROWS)):
+            index = known.get(product.name(rows, among), 0)
+            choices[index if index in range(len(choices)) else 0]()
+
+
 def tune(device: Device, parameters: Parameters, max_rows: int, cache: Path | None) -> None:
     """Choose what runs the products of steps of up to max_rows rows. Overwrites the device's buffers and the
     parameters.
 
     cache: the user's folder; None, or one that cannot be written: they are timed at each start.
     """
-    path = None if cache is None else cache / "algorithms" / _file_name(device)
+    path = _path(device, cache)
     known = _read(path)
     before = dict(known)
-    for product in _products(device, parameters):
+    products = _products(device, parameters)
+    known[_all_name(products, max_rows)] = 0
+    for product in products:
         wanted = None
         decisions = list(_choices(device.blas, product, min(max_rows, MAX_ROWS)))
         for rows, among, choices in decisions:
@@ -101,9 +119,17 @@ def _choices(blas: Blas, product: Product, max_rows: int) -> Iterator[tuple[int,
             yield rows, among, [partial(blas.choose_skinny, chosen, **arguments) for chosen in (False, True)]
 
 
-def _file_name(device: Device) -> str:
+def _all_name(products: Sequence[Product], max_rows: int) -> str:
+    """What stands for all choices for these products, as this version of the code has them."""
+    code = b"".join(Path(file).read_bytes() for file in (cublas.__file__, skinny.__file__, __file__))
+    names = [product.name(max_rows, skinny.digest()) for product in products]
+    return "all of " + hashlib.sha256(code + repr(names).encode()).hexdigest()[:16]
+
+
+def _path(device: Device, cache: Path | None) -> Path | None:
     card = device.card  # a part of a card has its name
-    return re.sub(r"[^\w .-]", "_", f"{card.name} {card.multiprocessors} {device.blas.version}.json")
+    name = re.sub(r"[^\w .-]", "_", f"{card.name} {card.multiprocessors} {device.blas.version}.json")
+    return None if cache is None else cache / "algorithms" / name
 
 
 def _products(device: Device, parameters: Parameters) -> list[Product]:
@@ -196,6 +222,7 @@ def _time(device: Device, product: Product, rows: int) -> float:
         times.append(cuda.eventElapsedTime(start, end))
     cuda.eventDestroy(start)
     cuda.eventDestroy(end)
+    graph.close()
     return float(min(times))
 
 
