@@ -25,7 +25,7 @@ from tinyvllm_cli.model.checkpoint import open_checkpoint
 from tinyvllm_cli.model.random_weights import random_config
 from tinyvllm_cli.types import Request, SlotOptions
 
-make_prompts, compare_runs = map(script, ("make_prompts", "compare_runs"))
+make_prompts, compare_runs, real_lines = map(script, ("make_prompts", "compare_runs", "real_lines"))
 gpu_timeline, gpu_prefill, gpu_attention = map(script, ("gpu_timeline", "gpu_prefill", "gpu_attention"))
 
 
@@ -227,3 +227,31 @@ def test_prefill_is_counted_as_the_limit_counts_it():
     attention = 16 * 4 * 16 * 32 * 64 * (1024 * 1025 // 2)
     head = 16 * 2 * 128_256 * 2048
     assert gpu_prefill.product_flops(config, 16_384) == limit.flops - attention - head
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def test_whole_runs_answer_each_line_and_tell_what_the_order_changes(
+    run: Callable[..., tuple[Any, str]], tmp_path: Path
+):
+    model = make_tiny_model(tmp_path / "model")
+    lines = write_lines(
+        tmp_path / "in.jsonl", [{"custom_id": f"r{i}", "prompt": "a" * i, "max_tokens": 4} for i in (1, 2, 3)]
+    )
+    code, said = run(real_lines, lines, "-m", model, "--rounds", 1)
+    assert code == 0
+    assert said.splitlines()[-1] == "answers that change when the file is reversed: 0 of 3"
+    assert [line.split()[0] for line in said.splitlines()[:3]] == ["nothing", "again", "reversed"]
+
+
+def test_an_answer_that_differs_is_seen_by_its_id(tmp_path: Path):
+    def written(name: str, *texts: str) -> Path:
+        answers = [
+            {"custom_id": i, "choices": [{"text": text}], "usage": {}, "stats": name} for i, text in enumerate(texts)
+        ]
+        return Path(write_lines(tmp_path / name, answers))
+
+    one, same, other = written("one", "a", "b"), written("same", "a", "b"), written("other", "a", "c")
+    assert real_lines.answers_by_id(one) == real_lines.answers_by_id(same)
+    assert real_lines.answers_by_id(one) != real_lines.answers_by_id(other)

@@ -1,0 +1,70 @@
+"""What a user waits for: a file of lines in, a file of answers out, whole processes; and whether its order matters.
+
+    python benchmarks/real_lines.py FILE.jsonl [-m MODEL] [--rounds 3]
+
+FILE has lines for `tinyvllm run` with a custom_id each. The first process finds an empty cache, in which nothing is
+compiled or timed; the model's own files are fetched before. Then the same again, and once with the lines reversed: of
+every id the answer must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+KEPT = "models"  # of the cache: what was fetched
+
+
+def seconds(lines: Path, answers: Path, options: list[str], cache: Path) -> float:
+    """Of a whole process."""
+    command = [sys.executable, "-m", "tinyvllm_cli", "run", str(lines), "-o", str(answers), "--overwrite", "-q"]
+    started = time.perf_counter()
+    subprocess.run([*command, *options], check=True, env={**os.environ, "TINYVLLM_CACHE": str(cache)})
+    return time.perf_counter() - started
+
+
+def answers_by_id(path: Path) -> dict[Any, Any]:
+    """custom_id -> all that is not a time, a place or a name made from one."""
+    found = {}
+    for line in path.read_bytes().splitlines():
+        answer = json.loads(line)
+        body = answer["response"]["body"] if "response" in answer else answer
+        found[answer["custom_id"]] = body.get("choices"), body.get("usage"), answer.get("error")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Whole runs over a file.")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("-m", "--model")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    options = [] if args.model is None else ["-m", args.model]
+    with tempfile.TemporaryDirectory(prefix="tinyvllm-real-") as folder:
+        cache, reversed_lines = Path(folder) / "cache", Path(folder) / "reversed.jsonl"
+        first, last = Path(folder) / "first.jsonl", Path(folder) / "last.jsonl"
+        cache.mkdir()
+        own = Path(os.environ.get("TINYVLLM_CACHE", Path.home() / ".cache" / "tinyvllm")) / KEPT
+        if own.is_dir():
+            (cache / KEPT).symlink_to(own)
+        print(f"nothing compiled before   {seconds(args.file, first, options, cache):6.2f} s", flush=True)
+        again = [seconds(args.file, last, options, cache) for _ in range(args.rounds)]
+        print(f"again                     {statistics.median(again):6.2f} s ({min(again):.2f} - {max(again):.2f})")
+        reversed_lines.write_text("".join(reversed(args.file.read_text().splitlines(keepends=True))))
+        print(f"reversed                  {seconds(reversed_lines, last, options, cache):6.2f} s")
+        wanted, found = answers_by_id(first), answers_by_id(last)
+        assert wanted.keys() == found.keys(), "each id is answered once"
+        changed = sum(wanted[each] != found[each] for each in wanted)
+        print(f"answers that change when the file is reversed: {changed} of {len(wanted)}")
+
+
+if __name__ == "__main__":
+    main()
