@@ -16,9 +16,7 @@ timed call by call, which costs something itself.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +33,9 @@ from tinyvllm_cli.backends.machine import available_cpus
 from tinyvllm_cli.bench.subject import open_random
 from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.engine.engine import Engine
-from tinyvllm_cli.file_work import SWITCH_S
 from tinyvllm_cli.io.constraints import read_constraint
 from tinyvllm_cli.load import MASK_THREADS
+from tinyvllm_cli.steady import steady
 from tinyvllm_cli.text.codec import TextCodec
 from tinyvllm_cli.text.tokenizer import Tokenizer, load_tokenizer
 from tinyvllm_cli.types import Completion, Request, SamplingParams
@@ -292,9 +290,8 @@ def main() -> None:
         facts = backend.facts
         print(f"{subject.name}, {facts.dtype}, {facts.device}: {dict(facts.details)}")
         print(f"{work}, {size:,} ids; masks by {threads} threads", flush=True)
-        gc.freeze()  # as a run does
-        sys.setswitchinterval(SWITCH_S)
-        trials, clocks = measure(backend, codec, eos, work, options.rounds)
+        with steady():  # as in a run
+            trials, clocks = measure(backend, codec, eos, work, options.rounds)
     print("", *figures(trials), "", *parts_table(clocks), sep="\n")
 
 

@@ -18,7 +18,8 @@ from tinyvllm_cli.text.codec import Answer
 from tinyvllm_cli.text.grammars import Grammars, Matcher
 from tinyvllm_cli.types import Batch
 
-PARTS = ("plan", "bind", "enqueue", "wait", "advance", "forced", "fill", "mask()", "text")  # of the engine's step()
+# Of the engine's step().
+PARTS = ("accept", "plan", "bind", "enqueue", "wait", "advance", "forced", "fill", "mask()", "text")
 
 
 class Clock:
@@ -58,7 +59,7 @@ class Clock:
     @contextmanager
     def watching(self, backend: Backend) -> Iterator[None]:
         calls = [
-            (Engine, "add", "add"),
+            (Engine, "_accept_added", "accept"),
             (Engine, "step", "step"),
             (Batcher, "plan", "plan"),
             (Grammars, "fill", "fill"),
@@ -79,13 +80,13 @@ COUNTS = ("steps", "decode only", "with masks", "rows a step")
 
 def parts_table(clocks: dict[str, Clock]) -> Iterator[str]:
     """A table in Markdown."""
-    names = ["host, ms a step", "step()", *PARTS, "rest", "add(), all", *COUNTS]
+    names = ["host, ms a step", "step()", *PARTS, "rest", *COUNTS]
     yield f"| {' | '.join(names)} |"
     yield f"|{' --- |' * len(names)}"
     for name, clock in clocks.items():
         ms = {part: 1e3 * seconds / clock.steps for part, seconds in clock.seconds.items()}
         inside = [ms.get(part, 0.0) for part in PARTS]
         cells = [f"{value:.3f}" for value in (ms["step"], *inside, ms["step"] - sum(inside))]
-        cells += [f"{1e3 * clock.seconds['add']:.1f}", f"{clock.steps}", f"{clock.decode_steps}"]
-        cells += [f"{clock.masked_steps}", f"{clock.rows / clock.steps:.1f}"]
+        cells += [f"{clock.steps}", f"{clock.decode_steps}", f"{clock.masked_steps}"]
+        cells += [f"{clock.rows / clock.steps:.1f}"]
         yield f"| {name} | {' | '.join(cells)} |"

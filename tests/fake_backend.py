@@ -12,11 +12,13 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 from fake_grammars import FakeGrammars
 
 from tinyvllm_cli.errors import DeviceError, RequestError
+from tinyvllm_cli.text.together import Asking, together
 from tinyvllm_cli.types import Batch, Limits, Request, SamplingParams, SlotOptions, StepOutput
 
 UNWRITTEN = -9  # in the token table
@@ -331,7 +333,11 @@ class FakeCodec:
     def least_tokens(self, request: Request) -> int:
         return 0
 
-    def encode(self, request: Request) -> list[int]:
+    def together(self, askings: list[Asking[Any]]) -> list[Any]:
+        return together(askings, None)  # none asks for anything
+
+    def asking(self, request: Request) -> Asking[list[int]]:
+        yield from ()
         if request.prompt is not None:
             raise RequestError("template_error", request.prompt, "prompt")
         if not request.prompt_token_ids:

@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         "EOS ends no answer",
-        "tinyvllm_cli/engine/engine.py",
+        "tinyvllm_cli/engine/intake.py",
         "self._eos_token_ids if eos_ends else ()",
         "()",
         ("tests/test_engine.py",),

@@ -223,8 +223,9 @@ def test_memory_that_runs_out_in_text_work_is_no_request_s_fault():
         raise MemoryError
 
     engine._codec.answer = out_of_memory
+    engine.add(request(0, (5,)))
     with pytest.raises(MemoryError):
-        engine.add(request(0, (5,)))
+        engine.step()
 
 
 def test_a_request_id_is_not_used_twice_at_once():
@@ -274,6 +275,18 @@ def test_an_aborted_request_is_never_told():
     engine.abort(99)  # unknown
     engine.check()
     assert {e.request_id for e in finish(engine)} == {3}
+
+
+def test_a_request_that_was_only_added_is_under_way_until_it_is_aborted():
+    engine, _ = make_engine(WORDS)
+    engine.add(request(0, (5,)))
+    assert not engine.idle
+    with pytest.raises(ValueError, match="request_id 0"):
+        engine.add(request(0, (5,)))
+    engine.abort(0)
+    assert engine.idle
+    engine.add(request(0, (5,)))
+    assert len(finish(engine)) == 4
 
 
 def test_a_request_id_may_come_back_while_its_aborted_tokens_are_in_flight():

@@ -9,7 +9,7 @@ from tinyvllm_cli.backends.cpu import ops as cpu_ops
 from tinyvllm_cli.backends.gpu import ops as gpu_ops
 
 PACKAGE = Path(__file__).parent.parent / "tinyvllm_cli"
-WORDS = {"types", "errors", "config", "said", "__init__"}  # what everybody may use
+WORDS = {"types", "errors", "config", "said", "steady", "__init__"}  # what everybody may use
 NEUTRAL = {  # of the device
     *("backends.base", "backends.fp8", "backends.machine", "backends.pool", "backends.row_layout", "backends.timing"),
     "philox",

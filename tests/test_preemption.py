@@ -1,6 +1,7 @@
 """Laws of memory: blocks are taken when they are written, the youngest gives its own back, and nothing is lost."""
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tinyvllm_cli.bench.workloads import named_requests
 from tinyvllm_cli.engine.batcher import Batcher, Plan
 from tinyvllm_cli.engine.engine import Engine
 from tinyvllm_cli.errors import DeviceError
+from tinyvllm_cli.text.together import Asking, together
 from tinyvllm_cli.types import Batch, Limits, Request, Sequence, SlotOptions, StepOutput
 
 
@@ -156,7 +158,11 @@ class NoText:
     def least_tokens(self, request: Request) -> int:
         return 0
 
-    def encode(self, request: Request) -> list[int]:
+    def together(self, askings: list[Asking[Any]]) -> list[Any]:
+        return together(askings, None)  # none asks for anything
+
+    def asking(self, request: Request) -> Asking[list[int]]:
+        yield from ()
         return list(request.prompt_token_ids)
 
     def answer(self, request: Request, prompt_ids: list[int]) -> "NoText":

@@ -15,6 +15,7 @@ from idle_gpu import CONFIG, IdleRuntime, idle_backend
 
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
 from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.text.together import Asking, together
 from tinyvllm_cli.types import Request
 
 SLOTS = 256
@@ -44,7 +45,11 @@ class SilentCodec:
     def least_tokens(self, request: Request) -> int:
         return 0
 
-    def encode(self, request: Request) -> list[int]:
+    def together(self, askings: list[Asking[Any]]) -> list[Any]:
+        return together(askings, None)  # none asks for anything
+
+    def asking(self, request: Request) -> Asking[list[int]]:
+        yield from ()
         return list(request.prompt_token_ids or ())
 
     def answer(self, request: Request, prompt_ids: list[int]) -> Silent:
@@ -123,6 +128,7 @@ def test_most_steps_are_captured_while_the_queue_lasts(running: Running):
         engine.abort(i)
     for i in range(4 * SLOTS):
         engine.add(request(SLOTS + i, prompt(SLOTS + i), max_tokens=16 + i * 37 % 113))  # 16..128 in no order
+    engine.step()  # they join the queue
     graphs = steps = 0
     while len(engine._batcher.waiting) >= running.backend.limits.refill_slots:
         before = counts()["graphs"]
@@ -149,7 +155,7 @@ def python_calls(act: Callable[[], object]) -> Counter[str]:
 def test_a_decode_step_calls_few_functions(running: Running):
     """Two of Python's for each token: its text is made, and itself told; three of C's, as it joins two lists."""
     calls = python_calls(running.engine.step)
-    assert calls["call"] <= 2 * SLOTS + 185, calls
+    assert calls["call"] <= 2 * SLOTS + 190, calls
     assert calls["c_call"] <= 3 * SLOTS + 150, calls
 
 
@@ -158,7 +164,7 @@ def test_a_step_with_a_prompt_calls_few_functions(running: Running):
     running.engine.abort(3)
     running.engine.add(request(SLOTS, prompt(SLOTS), max_tokens=400))
     calls = python_calls(running.engine.step)
-    assert calls["call"] - plain["call"] <= 36 * LAYERS + 155, (calls, plain)
+    assert calls["call"] - plain["call"] <= 36 * LAYERS + 185, (calls, plain)
 
 
 def test_a_decode_step_takes_little_memory_and_gives_it_back(running: Running):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -37,6 +35,7 @@ from tinyvllm_cli.job import Hold, Job
 from tinyvllm_cli.run_facts import model_line, run_facts
 from tinyvllm_cli.run_resume import differences, frozen_date, resume_command
 from tinyvllm_cli.said import warn
+from tinyvllm_cli.steady import steady
 from tinyvllm_cli.types import Request
 from tinyvllm_cli.work import Work
 
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from tinyvllm_cli.load import LoadedModel, Prepared
 
 
-SWITCH_S = 1e-4  # of the interpreter between threads
 TABLES = {".csv", ".tsv", ".txt", ".parquet"}  # what an output is not
 
 
@@ -135,22 +133,8 @@ def _run(run: _Checked, hold: Hold) -> int:
             return _nothing_to_answer(run, ready)
         from tinyvllm_cli.load import load
 
-        with closing(load(prepared, deltas=False)) as loaded, _steady():
+        with closing(load(prepared, deltas=False)) as loaded, steady():
             return _answer(run, ready, loaded, hold)
-
-
-@contextmanager
-def _steady() -> Iterator[None]:
-    """Steps that are not held up: what was loaded is not looked through by the collector again and again, and work
-    beside a step is handed over within a part of it."""
-    before = sys.getswitchinterval()
-    gc.freeze()
-    sys.setswitchinterval(SWITCH_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-        gc.unfreeze()
 
 
 def _no_requests(run: _Checked) -> int:

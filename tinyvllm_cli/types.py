@@ -159,7 +159,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Seconds on a monotonic clock; arrival is when the request is tokenized and joins the queue."""
+    """Seconds on a monotonic clock; arrival is when the request is handed to the engine."""
 
     queue_s: float  # arrival to the first slot
     ttft_s: float | None  # arrival to the first token; None where no token was made
@@ -325,6 +325,12 @@ class Sequence:
     matcher: Any = None  # where it stands in its constraint (Matcher of text/grammars.py); None: it draws from all ids
     admission: int = 0  # number of its last one, among all of them
     finished: bool = False
+    prompt_ids: I32 | None = None  # of the prompt, as an array: to make it takes longer than all else at its start
+
+    @property
+    def known_ids(self) -> list[int] | I32:
+        """token_ids, as an array where there is one."""
+        return self.token_ids if self.prompt_ids is None or self.num_output else self.prompt_ids
 
     @property
     def num_known(self) -> int:

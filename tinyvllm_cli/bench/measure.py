@@ -15,6 +15,7 @@ from tinyvllm_cli.bench.runner import Hold, Trial, run_trial
 from tinyvllm_cli.bench.subject import Subject
 from tinyvllm_cli.bench.workloads import NAMED, Lengths, shared_tokens
 from tinyvllm_cli.errors import UsageError
+from tinyvllm_cli.steady import steady
 from tinyvllm_cli.types import Request
 
 ELEM_BYTES = {"cpu": 4, "gpu": 2}  # of a weight
@@ -46,7 +47,7 @@ def measure(
     """
     if workload in NAMED:  # what is too long in a file, the engine says
         _check_context(workload, requests, subject.backend.limits.max_seq_len)
-    with closing(open_timing(subject.backend, subject.engine.threads)) as timing:
+    with closing(open_timing(subject.backend, subject.engine.threads)) as timing, steady():  # as in a run
         display.say("measuring the rates of the machine")
         rates = timing.rates()
         meter = Meter(subject.backend, timing)

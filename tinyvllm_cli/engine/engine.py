@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 from tinyvllm_cli.engine.batcher import Batcher
 from tinyvllm_cli.engine.failures import NAN_LOGITS, as_failure, failed, no_token
 from tinyvllm_cli.engine.forcing import Forcing
-from tinyvllm_cli.engine.intake import take_prompt
+from tinyvllm_cli.engine.intake import Arrival, Intake
 from tinyvllm_cli.engine.live import End, Live, answered
-from tinyvllm_cli.engine.logprobs import Logprobs
 from tinyvllm_cli.engine.obeying import BESIDE_FROM, Obeying, follow
 from tinyvllm_cli.engine.plan import Plan, Step
-from tinyvllm_cli.engine.sampling import sample_options, slot_options
-from tinyvllm_cli.engine.stats import EngineStats, Timeline
+from tinyvllm_cli.engine.stats import EngineStats
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.types import U32, Completion, Delta, Event, Failure, Request, Sequence
 
@@ -55,8 +53,7 @@ class Engine:
         self._backend = backend
         self._limits = backend.limits
         self._codec = codec
-        self._eos_token_ids = eos_token_ids
-        self._run_seed = run_seed
+        self._intake = Intake(codec, self._limits, eos_token_ids=eos_token_ids, run_seed=run_seed)
         self._clock = clock
         self._batcher = Batcher(self._limits, prefix_cache=prefix_cache)
         self._forcing = Forcing(self._batcher, self.stats)
@@ -64,39 +61,32 @@ class Engine:
         self._in_flight: deque[Step] = deque()
         self._beside = ThreadPoolExecutor(1)  # starts no thread before it has work
         self._obeying: Obeying | None = None
+        self._added: dict[int, Arrival] = {}  # to be tokenized, by request_id
         self._done: list[Completion] = []  # ended without a step: events of the next one
 
     @property
     def idle(self) -> bool:
         """Nothing is waiting, running, in flight or still to be told."""
-        return not (self._live or self._in_flight or self._done)
+        return not (self._live or self._in_flight or self._added or self._done)
 
     @property
     def wants_more(self) -> bool:
         """The queue could run short within a step: add more, if there is more."""
-        return len(self._batcher.waiting) + len(self._done) < self._limits.max_slots
+        return len(self._batcher.waiting) + len(self._added) + len(self._done) < self._limits.max_slots
 
     def add(self, request: Request) -> None:
-        """Tokenize a request and queue it. One that cannot be answered becomes a Completion of the next step.
+        """Queue a request, which the next step tokenizes with all others that were added since the last one. One that
+        cannot be answered becomes a Completion of that step.
 
         ValueError where the request_id is still under way.
         """
-        if request.request_id in self._live:
+        if request.request_id in self._live or request.request_id in self._added:
             raise ValueError(f"request_id {request.request_id} is under way already")
-        try:
-            live = self._accept(request)
-        except Exception as error:
-            self._done.append(failed(request, as_failure(error)))
-            return
-        if request.params.max_tokens == 0:
-            self._done.append(answered(live))
-            return
-        self._live[request.request_id] = live
-        for sequence in live.sequences:
-            self._batcher.add(sequence)
+        self._added[request.request_id] = Arrival(request, self._clock())
 
     def abort(self, request_id: int) -> None:
         """Forget a request, wherever it stands, without a Completion; one that is unknown or told is no error."""
+        self._added.pop(request_id, None)
         live = self._live.pop(request_id, None)
         if live is not None:
             self._finish(live)
@@ -107,6 +97,7 @@ class Engine:
 
         Requests that ended without a step are told at once, before the backend is asked for anything.
         """
+        self._accept_added()
         if self._done:
             done, self._done = self._done, []
             return list(done)
@@ -162,41 +153,20 @@ class Engine:
             assert len(live.choices) < len(live.sequences)
         assert len(self._in_flight) < max(self._limits.max_in_flight, 1)
 
-    def _accept(self, request: Request) -> Live:
-        """Tokens, room and text of a request. RequestError where it cannot be answered."""
-        context, field = self._limits.max_seq_len, request.prompt_field
-        prompt_ids, truncated = take_prompt(self._codec, request, context)
-        prompt_len = len(prompt_ids)
-        max_len = min(prompt_len + request.params.max_tokens, context)
-        needed, held = self._batcher.blocks_needed(max_len), self._limits.num_blocks - 1
-        if needed > held:
-            raise RequestError(
-                "prompt_too_long",
-                f"{field}: found {prompt_len} tokens, which with an answer of {max_len - prompt_len} need {needed} KV "
-                f"blocks of {self._limits.block_size} tokens, and memory holds {held}: shorten it or lower max_tokens",
-                field,
-            )
-        params, constraint = request.params, request.params.constraint
-        first = slot_options(request, prompt_len, run_seed=self._run_seed, eos_token_ids=self._eos_token_ids)
-        options = [sample_options(first, index) for index in range(request.params.n)]
-        sequences = [
-            Sequence(
-                request,
-                prompt_ids.copy(),
-                prompt_len,
-                max_len,
-                options[index],
-                index,
-                matcher=None if constraint is None else self._codec.grammars.matcher(constraint),
-            )
-            for index in range(request.params.n)
-        ]
-        eos_ends = not params.ignore_eos or constraint is not None  # a mask has it only where an answer may end
-        ends = frozenset((*params.stop_token_ids, *(self._eos_token_ids if eos_ends else ())))
-        answers = [self._codec.answer(request, prompt_ids) for _ in sequences]
-        logprobs = [] if params.logprobs is None else [Logprobs(params.logprobs) for _ in sequences]
-        late = not (self.deltas or params.stop)
-        return Live(request, sequences, answers, Timeline(self._clock()), ends, truncated, late, logprobs)
+    def _accept_added(self) -> None:
+        """What was added joins the queue, or has ended."""
+        if not self._added:
+            return
+        added, self._added = list(self._added.values()), {}
+        for (request, _), live in zip(added, self._intake.accept(added, deltas=self.deltas), strict=True):
+            if isinstance(live, Exception):
+                self._done.append(failed(request, as_failure(live)))
+            elif request.params.max_tokens == 0:
+                self._done.append(answered(live))
+            else:
+                self._live[request.request_id] = live
+                for sequence in live.sequences:
+                    self._batcher.add(sequence)
 
     def _enqueue(self, plan: Plan) -> None:
         """Hand the next step to the backend."""
@@ -204,7 +174,7 @@ class Engine:
         for sequence, slot in zip(plan.admitted, plan.slots, strict=True):
             if not sequence.finished:
                 self._live[sequence.request.request_id].times.enter_slot(now)
-            self._backend.bind(slot, sequence.token_ids, sequence.options)
+            self._backend.bind(slot, sequence.known_ids, sequence.options)
         if plan.copies:
             self._backend.copy_blocks(plan.copies)
         self._in_flight.append(Step(self._backend.step(plan.batch), plan.sampled, plan.told, plan.masked))

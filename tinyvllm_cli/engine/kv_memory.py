@@ -74,6 +74,7 @@ class KVMemory:
             self._append(sequence, found)
             self._count_found(sequence, len(found) * self.block_size)
             self.prefix.enter(sequence)
+        self.prefix.next(sequence)  # it computes what nobody does
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether another sequence is about to compute what this one would compute next."""

@@ -11,6 +11,8 @@ from weakref import WeakValueDictionary
 
 from tinyvllm_cli.types import Sequence
 
+INT_BYTES = 4
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Node:
@@ -170,7 +172,10 @@ class PrefixCache:
         """The tokens of the full blocks [first, end)."""
         if not self._enabled:
             return []
-        ids = array("i", sequence.token_ids[first * self._size : end * self._size])
-        width = self._size * ids.itemsize
-        known = ids.tobytes()
+        begin, end, prompt = first * self._size, end * self._size, sequence.prompt_ids
+        if prompt is not None and end <= len(prompt):
+            known = prompt[begin:end].tobytes()
+        else:
+            known = array("i", sequence.token_ids[begin:end]).tobytes()
+        width = self._size * INT_BYTES
         return [known[begin : begin + width] for begin in range(0, len(known), width)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from tinyvllm_cli.errors import ModelError, RequestError
 from tinyvllm_cli.text.chat_template import ChatTemplate
@@ -12,12 +14,14 @@ from tinyvllm_cli.text.control_words import ControlWords
 from tinyvllm_cli.text.detokenizer import Detokenizer
 from tinyvllm_cli.text.reasoning import OPEN, ThoughtSplitter, ends_inside_thought
 from tinyvllm_cli.text.stops import StopFinder
+from tinyvllm_cli.text.together import Asking, alone, together
 from tinyvllm_cli.text.tokenizer import Tokenizer
-from tinyvllm_cli.types import Message, Request, SamplingParams
+from tinyvllm_cli.types import I32, Message, Request, SamplingParams
 
 if TYPE_CHECKING:
     from tinyvllm_cli.text.grammars import Grammars
 
+T = TypeVar("T")
 _THOUGHT_TAIL = 16  # ids at a prompt's end that may spell "<think>" and white space
 
 
@@ -57,7 +61,12 @@ class TextCodec:
         return "each prompt becomes one user message of the model's chat template"
 
     def encode(self, request: Request) -> list[int]:
-        """The ids of a prompt.
+        """The ids of a prompt. Raises RequestError as asking() does."""
+        ids: list[int] = alone(self.asking(request), self.tokenizer).tolist()
+        return ids
+
+    def asking(self, request: Request) -> Asking[I32]:
+        """What makes the ids of a prompt.
 
         Raises RequestError: empty_prompt, invalid_token_id, invalid_value, template_error, and invalid_schema where no
         answer can be under the constraint of the request.
@@ -70,11 +79,14 @@ class TextCodec:
         if request.continue_final_message and request.messages is None:
             message = "continue_final_message needs messages, the last of them from the assistant"
             raise RequestError("invalid_value", message, "continue_final_message")
-        ids = self._encode_prompt(request)
+        ids = yield from self._asking(request)
         if not ids:
             raise RequestError("empty_prompt", "the prompt has no tokens", request.prompt_field)
-        self.check_ids(request.prompt_field, ids)
-        return ids
+        return self._checked(request.prompt_field, ids)
+
+    def together(self, askings: Sequence[Asking[T]]) -> list[T | Exception]:
+        """What each of these comes to, or raises; texts are split into ids on all cores."""
+        return together(askings, self.tokenizer)
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -127,17 +139,28 @@ class TextCodec:
         in_thought &= request.params.constraint is None
         return Answer(self.tokenizer, request.params, in_thought=in_thought)
 
-    def _encode_prompt(self, request: Request) -> list[int]:
+    def _checked(self, field: str, ids: Sequence[int]) -> I32:
+        """As an array, in which they are looked at all at once. RequestError as of check_ids()."""
+        try:
+            checked = np.array(ids, np.int32)
+        except OverflowError:
+            checked = None
+        if checked is None or checked.min() < 0 or checked.max() >= self.size:
+            self.check_ids(field, ids)
+        assert checked is not None, "no model has more ids than an int32 holds"
+        return checked
+
+    def _asking(self, request: Request) -> Asking[Sequence[int]]:
         if request.prompt_token_ids is not None:
-            return list(request.prompt_token_ids)
+            return request.prompt_token_ids
         if request.messages is not None:
-            return self._encode_messages(request, request.messages)
+            return (yield from self._asking_messages(request, request.messages))
         prompt = request.prompt or ""
         if self.is_plain(request):
-            return self.tokenizer.encode(prompt, add_bos=True)
-        return self._encode_messages(request, (Message("user", prompt),))
+            return self.tokenizer.with_bos((yield prompt))
+        return (yield from self._asking_messages(request, (Message("user", prompt),)))
 
-    def _encode_messages(self, request: Request, messages: Sequence[Message]) -> list[int]:
+    def _asking_messages(self, request: Request, messages: Sequence[Message]) -> Asking[list[int]]:
         if not messages:
             raise RequestError("empty_prompt", "messages is empty, wanted at least one message", "messages")
         if self._control_words is None:
@@ -146,8 +169,10 @@ class TextCodec:
         _check_last(messages, request.continue_final_message)
         if self._system is not None and all(message.role != "system" for message in messages):
             messages = (self._system, *messages)
-        return self._control_words.encode(
-            messages, continue_final_message=request.continue_final_message, kwargs=request.chat_template_kwargs
+        return (
+            yield from self._control_words.asking(
+                messages, continue_final_message=request.continue_final_message, kwargs=request.chat_template_kwargs
+            )
         )
 
     def check_ids(self, field: str, ids: Collection[int]) -> None:

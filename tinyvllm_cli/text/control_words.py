@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.text.chat_template import ChatTemplate, absent_characters
+from tinyvllm_cli.text.together import Asking
 from tinyvllm_cli.text.tokenizer import Tokenizer, well_formed, without_added_tokens
 from tinyvllm_cli.types import Message
 
@@ -49,9 +50,9 @@ class ControlWords:
         # Where `tokenizers` looks for a word in normalized text, other characters can spell it.
         self._normalizes = tokenizer.core.normalizer is not None and any(token.normalized for token in special)
 
-    def encode(
+    def asking(
         self, messages: Sequence[Message], *, continue_final_message: bool = False, kwargs: Mapping[str, Any]
-    ) -> list[int]:
+    ) -> Asking[list[int]]:
         """The ids of a conversation in the template; never adds BOS.
 
         Raises RequestError(template_error) as the template does, and where it rewrites contents so that nobody can
@@ -63,7 +64,7 @@ class ControlWords:
         if any(self._may_spell(message.content) for message in messages):
             own = self._own_words(text, found, messages, render)
         if own == found and not self._normalizes:
-            return self._tokenizer.encode(text, add_bos=False)
+            return (yield text)
         return self._encode_own(text, own)
 
     def _find(self, text: str) -> Words:

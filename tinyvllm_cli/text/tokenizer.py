@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +59,22 @@ class Tokenizer:
 
         add_bos puts BOS first where the tokenizer adds one and the text does not start with it.
         """
+        return self.with_bos(self.ids(text)) if add_bos else self.ids(text)
+
+    def ids(self, text: str) -> list[int]:
+        """encode() without BOS."""
         ids: list[int] = self.core.encode(well_formed(text), add_special_tokens=False).ids
-        if add_bos and self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
-            ids.insert(0, self.bos_token_id)
+        return ids
+
+    def ids_of_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """ids() of each, on all cores."""
+        encodings = self.core.encode_batch_fast([well_formed(text) for text in texts], add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def with_bos(self, ids: list[int]) -> list[int]:
+        """The ids of a text, behind BOS where the tokenizer adds one and the text does not start with it."""
+        if self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            return [self.bos_token_id, *ids]
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
