@@ -12,7 +12,7 @@
 // Attention over codes is done in fp16, which has all codes, whatever elem is: q comes in fp16, scales are multiplied
 // into scores and into the weights of V.
 #pragma once
-#include "common.cuh"
+#include "e4m3.cuh"
 
 #ifdef KV_FP8
 constexpr int KV_BYTES = 1, SCALE_BYTES = 2;  // of a number, and of what a head has besides
@@ -39,15 +39,6 @@ __device__ __forceinline__ float scale_of(u32 greatest) {
 // 1 / scale; 0 of NaN.
 __device__ __forceinline__ float inverse(float scale) {
     return scale == scale ? __uint_as_float((254u << 23) - __float_as_uint(scale)) : 0.f;
-}
-
-// e4m3 of a magnitude up to 448, to nearest, ties to even, with the sign of x; some number for NaN. Below 2^-6 codes
-// are multiples of 2^-9, which are the last digits of a float32 of about 2^14.
-__device__ __forceinline__ u32 code_of(float x) {
-    u32 sign = __float_as_uint(x) >> 24 & 0x80, bits = __float_as_uint(x) & 0x7fffffff;
-    u32 small = __float_as_uint(__fadd_rn(__uint_as_float(bits), 0x1p14f));
-    u32 rounded = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;
-    return sign | ((bits < __float_as_uint(0x1p-6f) ? small : rounded - (120 << 3)) & 0x7f);
 }
 
 // Four codes as fp16, two by two.

@@ -20,6 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "u32": ctypes.c_uint, "
 # Rounded as written: CUDA contracts a * b + c where it likes, and the kernels say where it must not matter. Fibers jump
 # between stacks, which the fortified longjmp takes for an attack.
 OPTIONS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w"]
+RUNNING = Lock()  # the fibers of one grid at a time
 
 
 def compiler() -> str | None:
@@ -68,7 +70,8 @@ class Emulator:
 
         def run() -> None:
             if 0 not in grid:
-                function(sizes, block, shared, (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values)))
+                with RUNNING:
+                    function(sizes, block, shared, (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values)))
 
         return run
 

@@ -17,6 +17,7 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cuda_emulator import EmulatedKernels
@@ -96,14 +97,26 @@ class Kernels(EmulatedKernels):
         stream.cuda.enqueue(stream.ptr, self.prepare(name, grid, block, args, shared), places)
 
 
-def product(out: np.ndarray, a: np.ndarray, weight: np.ndarray, rows: int, *, add: bool = False) -> None:
+def product(
+    out: np.ndarray,
+    a: np.ndarray,
+    weight: np.ndarray,
+    rows: int,
+    *,
+    add: bool = False,
+    scales: tuple[np.ndarray, np.ndarray] | None = None,
+) -> None:
     """What Blas.product says, in NumPy, at once. Rows one by one: the sum of none depends on how many there are."""
-    padded = cublas.padded_rows(rows, add=add) if rows else 0
+    padded = cublas.padded_rows(rows, add=add, codes=scales is not None) if rows else 0
     cublas._check(out, a, weight, padded)
+    if scales is not None:
+        a, weight = (codes.view(ml_dtypes.float8_e4m3fn) for codes in (a, weight))
     terms, columns = weight.astype(np.float32), len(weight)
     with np.errstate(all="ignore"):
         for row in range(rows):
             sums = (terms * a[row].astype(np.float32)).sum(axis=1)
+            if scales is not None:
+                sums = sums * scales[1] * scales[0][row]
             target = out[row, :columns]
             target[:] = (target + sums if add else sums).astype(out.dtype)
     out[rows:padded, :columns] = np.nan
@@ -117,9 +130,19 @@ class Blas:
     def __init__(self, stream: Stream, workspace: np.ndarray, kernels: Kernels) -> None:
         self._stream, self._counts = stream, kernels.counts
 
-    def product(self, out: np.ndarray, a: np.ndarray, weight: np.ndarray, rows: int, *, add: bool = False) -> None:
+    def product(
+        self,
+        out: np.ndarray,
+        a: np.ndarray,
+        weight: np.ndarray,
+        rows: int,
+        *,
+        add: bool = False,
+        scales: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> None:
         arrays = (out, a, weight)
-        run = partial(product, *(array.view(np.ndarray) for array in arrays), rows, add=add)
+        plain = None if scales is None else tuple(scale.view(np.ndarray) for scale in scales)
+        run = partial(product, *(array.view(np.ndarray) for array in arrays), rows, add=add, scales=plain)
         self._stream.cuda.enqueue(self._stream.ptr, run, tuple(array.data.ptr for array in arrays))
         self._counts["cublasLt"] += 1
 

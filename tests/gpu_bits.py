@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fp8_tools import codes_of, scales_of
 from seam import BLOCK, NUM_IDS, Part, batch, i32, prompt
 
-from tinyvllm_cli.config import EngineConfig, KVDtypeName
+from tinyvllm_cli.config import EngineConfig, HeldDtype, KVDtypeName
 from tinyvllm_cli.model.checkpoint import Checkpoint
 from tinyvllm_cli.model.storage import cache_dir
 from tinyvllm_cli.types import Batch, SlotOptions
@@ -40,7 +40,20 @@ FULL = -(-LENGTH // BLOCK)
 ASCENDING = tuple(range(1, 1 + FULL))
 SHUFFLED = tuple(np.random.default_rng(3).permutation(np.arange(100, CROWD_BLOCKS))[:FULL].tolist())
 
-ACTIVATIONS = ("x", "normed", "qkv", "q", "attended", "gate_up", "activated", "picked", "logits", "partials")
+ACTIVATIONS = (
+    "x",
+    "normed",
+    "qkv",
+    "q",
+    "attended",
+    "gate_up",
+    "activated",
+    "picked",
+    "logits",
+    "partials",
+    "attended_codes",
+    "row_scales",
+)
 NAN = 0xFF  # of every byte: NaN in bf16, fp16 and float32
 
 
@@ -85,9 +98,16 @@ class Model:
     """A backend over a small random model."""
 
     def __init__(
-        self, checkpoint: Checkpoint, *, length: int = LENGTH, crowd: range = CROWD, kv_dtype: KVDtypeName = "auto"
+        self,
+        checkpoint: Checkpoint,
+        *,
+        length: int = LENGTH,
+        crowd: range = CROWD,
+        kv_dtype: KVDtypeName = "auto",
+        held: HeldDtype | None = None,
     ) -> None:
-        """length: tokens of IDS that are ever used. crowd: slots of neighbours."""
+        """length: tokens of IDS that are ever used. crowd: slots of neighbours. held: how weights are; None: as in the
+        checkpoint."""
         from tinyvllm_cli.backends.gpu.device import elem_dtype
 
         self.checkpoint = checkpoint
@@ -95,7 +115,7 @@ class Model:
         self._crowd_slots = crowd
         dtype = checkpoint.config.dtype
         engine = EngineConfig(
-            slots=SLOTS, max_batch_tokens=MAX_ROWS, max_model_len=1200, dtype=dtype, kv_dtype=kv_dtype
+            slots=SLOTS, max_batch_tokens=MAX_ROWS, max_model_len=1200, dtype=held or dtype, kv_dtype=kv_dtype
         )
         self._kv_dtype = kv_dtype
         self.backend = open_gpu(checkpoint, engine, NUM_BLOCKS)
@@ -120,7 +140,9 @@ class Model:
     def _poisoned(self) -> Any:
         """The backend, nothing but NaN in its activations."""
         for name in ACTIVATIONS:
-            self._memset(getattr(self.backend._device.buffers, name), NAN)
+            buffer = getattr(self.backend._device.buffers, name)
+            if buffer is not None:
+                self._memset(buffer, NAN)
         return self.backend
 
     def logits(self, parts: Sequence[Part], watched: Sequence[int] | None = None) -> Bits:

@@ -20,7 +20,7 @@ from tinyvllm_cli.backends.gpu import kernels
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
 from tinyvllm_cli.backends.gpu.device import elem_dtype
 from tinyvllm_cli.backends.gpu.loading import load_weights
-from tinyvllm_cli.config import DtypeName, EngineConfig
+from tinyvllm_cli.config import EngineConfig, HeldDtype
 from tinyvllm_cli.model.checkpoint import Checkpoint
 from tinyvllm_cli.model.storage import cache_dir
 
@@ -39,7 +39,7 @@ def load_kernels_once() -> Iterator[None]:
 def gpu_backend(
     checkpoint: Checkpoint,
     *,
-    dtype: DtypeName = "bfloat16",
+    dtype: HeldDtype = "bfloat16",
     num_blocks: int | None = 40,
     max_in_flight: int = 1,
     **engine: Any,

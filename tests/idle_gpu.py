@@ -83,7 +83,7 @@ class IdleBlas:
     def __init__(self, stream: Any, workspace: Any, kernels: IdleKernels) -> None:
         self._counts = kernels.counts
 
-    def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
+    def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False, scales: Any = None) -> None:
         self._counts["product"] += 1
 
     def close(self) -> None:

@@ -15,11 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyvllm_cli.backends.gpu.cublas import Blas, padded_rows
+from tinyvllm_cli.backends.gpu.algorithms import CODE_CLUSTERS, CODE_TILES
+from tinyvllm_cli.backends.gpu.cublas import FAST_ACCUMULATION, Blas, padded_rows
+from tinyvllm_cli.backends.gpu.cublas_api import Heuristic
 from tinyvllm_cli.errors import DeviceError
 
 Array = npt.NDArray[Any]
-NUMPY_TYPES = {14: np.dtype(ml_dtypes.bfloat16), 2: np.dtype(np.float16), 0: np.dtype(np.float32)}
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+NUMPY_TYPES = {14: np.dtype(ml_dtypes.bfloat16), 2: np.dtype(np.float16), 0: np.dtype(np.float32), 28: E4M3}
 SPLITS = (4, 1, 2, 1)  # parts of K of the algorithms that the library offers, the fastest first
 
 
@@ -45,18 +48,25 @@ def column_major(pointer: int, dtype: int, rows: int, columns: int, ld: int) -> 
     return np.ndarray((rows, columns), kind, memory, strides=strides)
 
 
-def multiply(a: Array, b: Array, out: Array, beta: int) -> None:
-    """out = a^T b + beta out, with column-major matrices."""
+def multiply(a: Array, b: Array, out: Array, beta: int, scales: Array | int = 1) -> None:
+    """out = a^T b * scales + beta out, with column-major matrices."""
     scale = ctypes.c_float.from_address(beta).value
     old = scale * out.astype(np.float64) if scale else 0  # beta = 0: what was there is not read
-    out[...] = (a.astype(np.float64).T @ b.astype(np.float64) + old).astype(out.dtype)
+    out[...] = (a.astype(np.float64).T @ b.astype(np.float64) * scales + old).astype(out.dtype)
+
+
+def floats(pointer: int, count: int) -> Array:
+    return np.frombuffer((ctypes.c_float * count).from_address(pointer), np.float32)
 
 
 class FakeLibraries:
     """libcublas and libcublasLt in one, by their documented semantics. Counts what is made and not destroyed."""
 
-    def __init__(self, *, splits: tuple[int, ...] = SPLITS, failing: str = "") -> None:
-        self.splits, self.failing = splits, failing
+    def __init__(
+        self, *, splits: tuple[int, ...] = SPLITS, failing: str = "", tiles: tuple[int, ...] = (), scales: bool = True
+    ) -> None:
+        """tiles: ids that an algorithm may be given. scales: whether it knows of one for each row."""
+        self.splits, self.failing, self.tiles, self.scales = splits, failing, tiles, scales
         self.objects: dict[int, Any] = {}
         self.calls: list[str] = []
 
@@ -75,9 +85,14 @@ class FakeLibraries:
             arguments[0]._obj.value = number
         elif "Destroy" in name:
             del self.objects[arguments[0]]
+        elif name == "cublasLtMatmulAlgoConfigSetAttribute":
+            target, attribute, value, size = arguments
+            Heuristic.from_address(target).algo[min(attribute, 7)] = value._obj.value
         elif name.endswith("SetAttribute"):
             target, attribute, value, size = arguments
             assert ctypes.sizeof(value._obj) == size
+            if attribute in (31, 32) and not self.scales:
+                return 7
             self.objects[target][attribute] = value._obj.value
         elif hasattr(type(self), f"_{name}"):
             return getattr(self, f"_{name}")(*arguments)
@@ -85,22 +100,40 @@ class FakeLibraries:
 
     def _cublasLtMatmulAlgoGetHeuristic(self, handle, desc, a, b, c, d, preference, wanted, results, count) -> int:
         assert self.objects[preference][1] == 64 and self.objects[preference][3] == 0  # workspace, no reductions
+        described = self.objects[desc]
+        if 31 in described and not described.get(17) and not described.get(18):  # scales, and nowhere to find them
+            return 7
         count._obj.value = len(self.splits)
         for index, split in enumerate(self.splits):
             results[index].algo[0], results[index].state = split, 0
         return 0 if self.splits else 15
 
     def _cublasLtMatmulAlgoConfigGetAttribute(self, found, attribute, value, size, written) -> None:
-        value._obj.value = found._obj.algo[0] if attribute == 2 else 0
+        """Its number and its stages are those of the kind that may have other tiles."""
+        value._obj.value = {0: 66, 2: found._obj.algo[0], 6: 36}.get(attribute, 0)
+
+    def _cublasLtMatmulAlgoInit(self, handle, computed, scaled, a, b, c, d, number, algo) -> None:
+        assert (computed, scaled, a, b, number) == (68, 0, 28, 28, 66) and c == d
+        Heuristic.from_address(algo).algo[0] = 1  # parts of K
+
+    def _cublasLtMatmulAlgoCheck(self, handle, desc, a, b, c, d, algo, result) -> int:
+        configured = Heuristic.from_address(algo).algo
+        return 0 if configured[1] in self.tiles and configured[6] == 36 and configured[7] in CODE_CLUSTERS else 15
 
     def _cublasLtMatmul(self, handle, desc, alpha, a, la, b, lb, beta, c, lc, d, ld, algo, workspace, size, stream):
         assert ctypes.c_float.from_address(alpha).value == 1 and (c, lc, size) == (d, ld, 64)
         assert ctypes.c_uint64.from_address(algo).value == 1  # parts of K
-        assert self.objects[desc] == {"arguments": (68, 0), 3: 1}  # sums in float32; A transposed, B not
+        described = dict(self.objects[desc])
+        scales = described.pop(17, None), described.pop(18, None)
+        in_codes = {31: 3, 32: 3, 25: FAST_ACCUMULATION} if scales[0] else {}
+        assert described == {"arguments": (68, 0), 3: 1} | in_codes  # sums in float32; A transposed, B not
         seen = [
             column_major(pointer, *self.objects[layout]["arguments"]) for pointer, layout in ((a, la), (b, lb), (d, ld))
         ]
-        multiply(*seen, beta)
+        of_products = 1
+        if scales[0]:
+            of_products = np.outer(*(floats(pointer, n) for pointer, n in zip(scales, seen[2].shape, strict=True)))
+        multiply(*seen, beta, of_products)
 
     def _cublasGemmEx(self, handle, ta, tb, m, n, k, alpha, a, at, lda, b, bt, ldb, beta, c, ct, ldc, compute, algo):
         assert (ta, tb, compute) == (1, 0, 68) and ctypes.c_float.from_address(alpha).value == 1
@@ -145,6 +178,50 @@ def test_a_product_is_the_row_major_one(
     np.testing.assert_array_equal(out[padded:], before[padded:])
     np.testing.assert_array_equal(out[:, n:], before[:, n:])
     assert blas.fallbacks == ([] if split else [(padded, n, k)])
+
+
+def codes(rng: np.random.Generator, *shape: int) -> HostArray:
+    """Of small integers."""
+    return HostArray(rng.integers(-4, 5, shape).astype(E4M3).view(np.uint8))
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 17])
+def test_a_product_of_codes_is_scaled_by_row_and_by_feature(rows: int, add: bool):
+    """On a multiple of 16 rows; each layer has scales of its own."""
+    n, k, padded, rng = 32, 48, 16 if rows <= 16 else 32, np.random.default_rng(0)
+    libraries = FakeLibraries()
+    blas = make_blas(libraries)
+    for _layer in range(2):
+        a, weight = codes(rng, padded, k), codes(rng, n, k)
+        scales = [HostArray(2.0 ** rng.integers(-2, 3, size).astype(np.float32)) for size in (padded, n)]
+        before = rng.integers(-4, 5, (padded + 1, n)).astype(np.float32)
+        out = HostArray(before.copy())
+        blas.product(out, a, weight, rows, add=add, scales=tuple(scales))
+        whole = (array.host.view(E4M3).astype(np.float32) for array in (a, weight))
+        values = [array * scale.host[:, None] for array, scale in zip(whole, scales, strict=True)]
+        np.testing.assert_array_equal(out.host[:rows], (values[0] @ values[1].T + before[:padded] * add)[:rows])
+        np.testing.assert_array_equal(out.host[padded:], before[padded:])
+    assert libraries.calls.count("cublasLtMatmulAlgoGetHeuristic") == 1
+
+
+def test_products_of_codes_may_have_other_tiles():
+    """Those that the library takes; the first is its own choice."""
+    rng, scales = np.random.default_rng(0), tuple(HostArray(np.ones(16, np.float32)) for _ in range(2))
+    arrays = {"a": codes(rng, 16, 16), "weight": codes(rng, 16, 16), "out": HostArray(np.zeros((16, 16), np.float32))}
+    blas = make_blas(FakeLibraries(splits=(1,), tiles=(CODE_TILES["64x64"], CODE_TILES["80x192"])))
+    assert blas.num_algorithms(**arrays, rows=1) == 1 + 2 * len(CODE_CLUSTERS)
+    blas.choose(3, **arrays, rows=1)
+    blas.product(**arrays, rows=1, scales=scales)
+    assert not blas.offers_skinny(**arrays, rows=1)
+
+
+@pytest.mark.parametrize("libraries", [FakeLibraries(splits=()), FakeLibraries(scales=False)], ids=["none", "old"])
+def test_a_library_without_products_of_codes_is_told_with_what_mends_it(libraries: FakeLibraries):
+    rng = np.random.default_rng(0)
+    arrays = (HostArray(np.zeros((16, 16), np.float32)), codes(rng, 16, 16), codes(rng, 16, 16))
+    with pytest.raises(DeviceError, match=r"^cuBLAS 0\.0\.0 .*: --dtype fp8 needs .* cuBLAS 12\.9 .* bfloat16$"):
+        make_blas(libraries).product(*arrays, 1, scales=arrays[:2])
 
 
 def operands(rows: int = 8, *, capacity: int = 16, n: int = 16, k: int = 8) -> tuple[Any, ...]:

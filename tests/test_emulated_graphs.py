@@ -188,8 +188,8 @@ def test_no_sequence_depends_on_the_bits_of_rows_that_only_pad(backend: GpuBacke
     kept = to_host(backend, backend._cache.blocks)[blocks]
     exact = emulated_gpu.product
 
-    def spoiled(out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
-        exact(out, a, weight, rows, add=add)
+    def spoiled(out: Any, a: Any, weight: Any, rows: int, **options: Any) -> None:
+        exact(out, a, weight, rows, **options)
         if rows == 4:
             out[3, : len(weight)] += 1
 

@@ -38,17 +38,20 @@ def place_free_answers(answers: Answers) -> Answers:
     return {name: place_free(answer) | {"fingerprint": None} for name, answer in answers.items()}
 
 
-def test_answers_are_the_same_in_any_order_and_company(model: Path, tmp_path: Path, cuda: Runtime):
-    first, record = run(tmp_path, model, LINES, *GPU, "--slots", "4")
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_answers_are_the_same_in_any_order_and_company(dtype: str, model: Path, tmp_path: Path, cuda: Runtime):
+    asked = (*GPU, "--dtype", dtype)
+    first, record = run(tmp_path, model, LINES, *asked, "--slots", "4")
     wanted = place_free_answers(first)
     assert len(wanted) == len(LINES) and not any(answer["error"] for answer in wanted.values())
     assert (record["backend"]["name"], record["backend"]["device"]) == ("gpu", "Emulated")
     for lines, options in (
         (LINES[::-1], ("--slots", "4")),
         (LINES, ("--slots", "1")),
+        (LINES, ("--slots", "8")),
         (LINES[::-1], ("--slots", "3", "--max-model-len", "80")),
     ):
-        assert place_free_answers(run(tmp_path, model, lines, *GPU, *options)[0]) == wanted, options
+        assert place_free_answers(run(tmp_path, model, lines, *asked, *options)[0]) == wanted, options
     assert not cuda.held, "a run gives everything back"
 
 

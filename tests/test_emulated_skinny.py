@@ -17,6 +17,7 @@ from tinyvllm_cli.backends.gpu import ops, skinny
 from tinyvllm_cli.backends.gpu.kernels import kernel_sources
 from tinyvllm_cli.backends.gpu.ops import NORM_THREADS
 from tinyvllm_cli.config import DtypeName
+from tinyvllm_cli.model.parameters import Weight
 
 pytestmark = pytest.mark.emulated
 
@@ -108,9 +109,7 @@ def test_ops_give_the_same_bits_where_few_rows_go_through_one_kernel(rows: int):
     """And more than few go through it nowhere."""
     hidden, inner, heads, kv_heads, width = 128, 192, 4, 2, 4
     rng, elem, columns = np.random.default_rng(rows), NUMPY_DTYPE["bfloat16"], (heads + 2 * kv_heads) * 64
-    qkv, gate_up = (
-        SimpleNamespace(data=(rng.standard_normal((n, hidden)) / 10).astype(elem)) for n in (columns, 2 * inner)
-    )
+    qkv, gate_up = (Weight((rng.standard_normal((n, hidden)) / 10).astype(elem)) for n in (columns, 2 * inner))
     x, norm = rng.standard_normal((rows, hidden), np.float32), rng.standard_normal(hidden, np.float32)
     rope = (rng.random((64, 32), np.float32), rng.random((64, 32), np.float32))
     tables = 1 + np.arange(3 * width, dtype=np.int32).reshape(3, width) % 8

@@ -11,8 +11,8 @@ from tinyvllm_cli.backends.gpu import ops as gpu_ops
 PACKAGE = Path(__file__).parent.parent / "tinyvllm_cli"
 WORDS = {"types", "errors", "config", "said", "steady", "__init__"}  # what everybody may use
 NEUTRAL = {  # of the device
-    *("backends.base", "backends.fp8", "backends.machine", "backends.pool", "backends.row_layout", "backends.timing"),
-    "philox",
+    *("backends.base", "backends.fp8", "backends.fp8_rows", "backends.machine", "backends.pool"),
+    *("backends.row_layout", "backends.timing", "philox"),
 }
 ALLOWED = {
     "types": {"errors"},
@@ -25,6 +25,7 @@ ALLOWED = {
     "backends.base": set(),
     "backends.choose": {"model", "backends.cpu", "backends.gpu", *NEUTRAL},
     "backends.fp8": set(),
+    "backends.fp8_rows": set(),
     "backends.machine": set(),
     "backends.pool": set(),
     "backends.row_layout": set(),

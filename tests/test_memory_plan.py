@@ -51,6 +51,16 @@ def test_the_weights_of_a_1b_are_what_its_shapes_say():
     assert plan.pool == 10 * 16 * 2 * 8 * 16 * 64 * 2
 
 
+def test_in_fp8_a_weight_of_a_layer_is_a_byte_and_a_row_has_a_scale():
+    """The 1B has 973,078,528 weights in its 16 layers, and 23,552 rows in each. Activations that products read have 8
+    bits, with a scale for each of 8,192 rows; those of attention are there in 16 bits as well."""
+    plans = [plan_memory(LLAMA_1B, engine(dtype=dtype), wanted=4096, num_blocks=10) for dtype in ("bfloat16", "fp8")]
+    plain, fp8 = plans
+    assert plain.weights - fp8.weights == 973_078_528 - 4 * 16 * (3072 + 2048 + 16384 + 2048)
+    assert plain.activations - fp8.activations == 8192 * (2048 + 8192) - 8192 * (2048 + 4)
+    assert plain.pool == fp8.pool
+
+
 @given(free=st.integers(4 * GIB, 200 * GIB), share=st.floats(0.05, 1), slots=st.integers(1, 300))
 def test_the_pool_is_the_largest_that_fits(free: int, share: float, slots: int):
     options = engine(slots=slots, gpu_memory=share)

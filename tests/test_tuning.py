@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from tinyvllm_cli.backends.gpu import skinny
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
 from tinyvllm_cli.backends.gpu.tuning import MAX_ROWS, is_tuned, recall, tune
 from tinyvllm_cli.errors import DeviceError
+from tinyvllm_cli.model.parameters import Weight
 
 K = 64
 SHAPES = {"qkv": (48, K), "o": (32, K), "gate_up": (64, K), "down": (32, K), "head": (80, K)}
@@ -27,18 +30,21 @@ class HostArray(np.ndarray):
 
 
 def host(shape: tuple[int, ...], dtype: Any = np.float16) -> HostArray:
-    """Memory that holds anything."""
-    return np.full(shape, np.nan, dtype).view(HostArray)
+    """Memory that holds anything: of codes, those of NaN."""
+    return np.full(shape, 0x7F if dtype == np.uint8 else np.nan, dtype).view(HostArray)
 
 
 def summed(a: Any, weight: Any, parts: int, start: Any = 0) -> Any:
-    """start + a @ weight.T in float32, term by term: in order, or so many parts of K apart, as split K would."""
-    sums = [np.float32(start), *[np.float32(0)] * (parts - 1)]
+    """start + a @ weight.T in float32, term by term: in order, or so many parts of K apart, as split K would. Of float8
+    in an accumulator of float16, as a card's has less bits there too."""
+    kind = np.float32 if a.dtype.itemsize > 1 else np.float16
+    sums = [kind(start), *[kind(0)] * (parts - 1)]
     each = a.shape[1] // parts
     for k in range(each):
         for part in range(parts):
             column = part * each + k
-            sums[part] = sums[part] + np.outer(a[:, column].astype(np.float32), weight[:, column].astype(np.float32))
+            terms = np.outer(a[:, column].astype(np.float32), weight[:, column].astype(np.float32))
+            sums[part] = sums[part] + (terms if kind == np.float32 else (terms / 64).astype(kind))
     return sum(sums)
 
 
@@ -67,7 +73,7 @@ class Library:
         self.captured: list[float] | None = None  # milliseconds of what is being captured
 
     def num_algorithms(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> int:
-        assert min(len(out), len(a)) >= rows == padded_rows(rows, add=add)
+        assert min(len(out), len(a)) >= rows == padded_rows(rows, add=add, codes=weight.dtype == np.uint8)
         return len(self.times)
 
     def choose(self, index: int, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
@@ -80,9 +86,9 @@ class Library:
     def choose_skinny(self, chosen: bool, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
         self.skinny_chosen[weight.shape, rows, add] = chosen
 
-    def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
+    def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool, scales: Any) -> None:
         """Past its rows an algorithm of cublasLt's leaves anything."""
-        padded, sums_on = padded_rows(rows, add=add), False
+        padded, sums_on = padded_rows(rows, add=add, codes=scales is not None), False
         if self.skinny_chosen.get((weight.shape, rows, add), False):
             took, splits, sums_on, padded = self.skinny, self.skinny_sums == "split", self.skinny_sums == "on", rows
         else:
@@ -95,6 +101,9 @@ class Library:
             self.captured.append(took)
             return
         self.clock += 1  # launched one by one, the host decides
+        if scales is not None:
+            assert (scales[0] == 1).all() and (scales[1] == 1).all()
+            a, weight = (codes.view(np.ndarray).view(ml_dtypes.float8_e4m3fn) for codes in (a, weight))
         target, parts = out[:rows, : len(weight)], 2 if splits else 1
         before = np.array(target) if add else np.zeros_like(target)
         target[:] = summed(a[:rows], weight, parts, before) if sums_on else before + summed(a[:rows], weight, parts)
@@ -151,17 +160,27 @@ class Library:
     eventDestroy = eventSynchronize
 
 
-def tuned(library: Library, cache: Path | None, max_rows: int = 20, card: str = "a card") -> Library:
-    tune(*subject(library, card), max_rows, cache)
+def tuned(
+    library: Library, cache: Path | None, max_rows: int = 20, card: str = "a card", *, codes: bool = False
+) -> Library:
+    tune(*subject(library, card, codes=codes), max_rows, cache)
     return library
 
 
-def subject(library: Library, card: str = "a card") -> tuple[Any, Any]:
-    """Device and parameters."""
-    arrays = {name: host((272, K)) for name in ("normed", "attended", "activated", "picked")}
+def subject(library: Library, card: str = "a card", *, codes: bool = False) -> tuple[Any, Any]:
+    """Device and parameters. codes: the layers' weights are in FP8."""
+    operand = np.uint8 if codes else np.float16
+    arrays = {name: host((272, K), operand) for name in ("normed", "activated")}
+    arrays |= {name: host((272, K)) for name in ("attended", "picked")}
+    arrays |= {"attended_codes": host((272, K), np.uint8) if codes else None, "row_scales": host((272,), np.float32)}
     outs = {"qkv": host((272, 48)), "gate_up": host((272, 64)), "x": host((272, 32), np.float32)}
     logits = host((272, 128), np.float32)
-    layer = SimpleNamespace(**{name: SimpleNamespace(data=host(shape)) for name, shape in SHAPES.items()})
+    weights = {name: Weight(host(shape, operand)) for name, shape in SHAPES.items()}
+    if codes:
+        weights = {
+            name: replace(weight, scale=host((len(weight.data),), np.float32)) for name, weight in weights.items()
+        }
+    layer = SimpleNamespace(**weights | {"head": Weight(host(SHAPES["head"]))})
     device = SimpleNamespace(
         blas=library,
         card=SimpleNamespace(name=card, multiprocessors=7, cuda=library),
@@ -204,13 +223,19 @@ def test_few_rows_have_the_bits_of_the_most():
     """On a card where the number of rows decides how a sum goes: what sums as the most rows do is taken."""
 
     class ByRows(Library):
-        def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
+        def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool, scales: Any) -> None:
             self.other_bits = (0,) if padded_rows(rows, add=add) < 16 else ()
-            super().product(out, a, weight, rows, add=add)
+            super().product(out, a, weight, rows, add=add, scales=scales)
 
     library = tuned(ByRows([1.0, 5.0]), None)
     picked = {rows: index for (_, rows, add), index in library.chosen.items() if not add}
     assert picked == {1: 1, 2: 1, 4: 1, 8: 1, 16: 0, 32: 0}
+
+
+def test_products_of_codes_are_chosen_by_their_bits_too():
+    library = tuned(Library([5.0, 1.0, 3.0, 2.0], other_bits=(1,), broken=(3,)), None, codes=True)
+    layers = {rows: index for (shape, rows, _), index in library.chosen.items() if shape != SHAPES["head"]}
+    assert layers == {16: 2, 32: 2}
 
 
 def test_other_kernels_are_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,8 @@ from typing import Literal, get_args
 from tinyvllm_cli.errors import UsageError
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-AskedDtype = Literal["auto", "float32", "bfloat16", "float16"]
+HeldDtype = Literal["float32", "bfloat16", "float16", "fp8"]
+AskedDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 KVDtypeName = Literal["auto", "fp8"]
 BLOCK_SIZE = 16  # tokens of a KV block
 GPU_MEMORY = 0.9  # of what is free on a GPU: room for what others start meanwhile
@@ -117,4 +118,9 @@ class EngineConfig(EngineOptions):
 
     slots: int
     max_batch_tokens: int
-    dtype: DtypeName
+    dtype: HeldDtype  # of weights; fp8: of the layers' matrices (backends/fp8_rows.py), and else as bfloat16
+
+    @property
+    def elem(self) -> DtypeName:
+        """The dtype of all that is not in FP8: embedding, head, norms, biases, and activations between ops."""
+        return "bfloat16" if self.dtype == "fp8" else self.dtype

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tinyvllm_cli.config import DtypeName
+from tinyvllm_cli.config import HeldDtype
 from tinyvllm_cli.errors import FailureType, RequestError
 
 I32: TypeAlias = npt.NDArray[np.int32]
@@ -251,7 +251,7 @@ class BackendFacts:
 
     name: Literal["cpu", "gpu"]
     device: str  # as people call it: "CPU", "NVIDIA H200"
-    dtype: DtypeName  # of the weights as they are held
+    dtype: HeldDtype  # of the weights as they are held
     kv_bytes_per_token: int  # of K and V of one token, over all layers, as they are held
     details: Mapping[str, str | int] = field(default_factory=dict)  # versions of driver and libraries, planned bytes
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from tinyvllm_cli.config import AskedDtype, DtypeName, EngineConfig, EngineOptions, refuse_others
+from tinyvllm_cli.config import AskedDtype, EngineConfig, EngineOptions, HeldDtype, refuse_others
 from tinyvllm_cli.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ def check_dtype(backend: Chosen, dtype: AskedDtype) -> None:
     """UsageError where the backend cannot hold weights so: known before a model is there, or fetched."""
     if backend == "gpu" and dtype == "float32":
         raise UsageError(
-            "--dtype float32 is for the CPU, the GPU multiplies bfloat16 or float16 (with float32 sums): give one of "
-            "these, leave --dtype out, or add --backend cpu"
+            "--dtype float32 is for the CPU, the GPU multiplies bfloat16, float16 or fp8 (with float32 sums): give one "
+            "of these, leave --dtype out, or add --backend cpu"
         )
 
 
-def resolve_dtype(backend: Chosen, dtype: AskedDtype, checkpoint: Checkpoint) -> DtypeName:
+def resolve_dtype(backend: Chosen, dtype: AskedDtype, checkpoint: Checkpoint) -> HeldDtype:
     """The dtype of the weights; auto: float32 on a CPU, on a GPU the model's own, bfloat16 where that is float32."""
     check_dtype(backend, dtype)
     if dtype != "auto":

@@ -109,7 +109,8 @@ model_options = group(
         default="auto",
         show_default=True,
         help="How weights are held. On a GPU auto is the model's own, bfloat16 for GGUF files and float32 models; "
-        "float32 is for the CPU. On the CPU auto is float32; the others round the weights, arithmetic stays float32.",
+        "float32 is for the CPU; fp8 multiplies the layers' weights in 8 bits, on Hopper, and changes results. On "
+        "the CPU auto is float32; the others round in the same way, arithmetic stays float32.",
     ),
 )
 

@@ -19,15 +19,16 @@ from tinyvllm_cli.backends.cpu.gemm import Device
 from tinyvllm_cli.backends.cpu.kv import KVCache
 from tinyvllm_cli.backends.cpu.rows import Rows, resolve_rows
 from tinyvllm_cli.backends.cpu.slots import Slots
+from tinyvllm_cli.backends.fp8_rows import rounded_rows
 from tinyvllm_cli.backends.machine import available_cpus, available_memory
 from tinyvllm_cli.backends.pool import longest_sequence, pool_bounds, wanted_length
 from tinyvllm_cli.backends.row_layout import check_mask
-from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, ModelConfig
+from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.llama import forward
 from tinyvllm_cli.model.parameters import Weight, collect_parameters
 from tinyvllm_cli.model.rope import rope_tables
-from tinyvllm_cli.model.weights.layout import iter_weights
+from tinyvllm_cli.model.weights.layout import WeightItem, iter_weights
 from tinyvllm_cli.model.weights.source import TensorSource
 from tinyvllm_cli.types import F32, I32, U32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
 
@@ -84,7 +85,7 @@ class CpuBackend:
         self._num_ids = min(tokenizer_size, config.vocab_size)
         _require_memory(tensors)
         items = iter_weights(config, tensors)
-        self._parameters = collect_parameters(items, lambda item: _place(item.array, engine.dtype))
+        self._parameters = collect_parameters(items, partial(_place, engine=engine))
         num_blocks, max_seq_len = pool_limits(config, engine, num_blocks)
         self._limits = Limits(
             num_blocks=num_blocks,
@@ -210,10 +211,14 @@ def pool_limits(config: ModelConfig, engine: EngineConfig, num_blocks: int | Non
     return num_blocks, longest_sequence(wanted, num_blocks)
 
 
-def _place(array: npt.NDArray[Any], dtype: DtypeName) -> Weight | F32:
+def _place(item: WeightItem, engine: EngineConfig) -> Weight | F32:
     """In float32, rounded to the dtype asked for; what is float32 already stays where it lies (mapped)."""
-    if dtype in ROUNDED:
+    array: npt.NDArray[Any] = item.array
+    if engine.elem in ROUNDED:
         with np.errstate(over="ignore"):  # an infinity shows in the logits
-            array = array.astype(ROUNDED[dtype])
+            array = array.astype(ROUNDED[engine.elem])
     placed = np.ascontiguousarray(array, np.float32)
-    return Weight(placed) if placed.ndim == 2 else placed
+    if placed.ndim == 1:
+        return placed
+    in_fp8 = engine.dtype == "fp8" and item.layer is not None
+    return Weight(rounded_rows(placed), format="fp8") if in_fp8 else Weight(placed)

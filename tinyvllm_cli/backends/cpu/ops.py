@@ -2,6 +2,7 @@
 
 T rows, R of them sampled; H hidden size, D head_dim, Hq query heads over Hkv KV heads, I intermediate size,
 V vocabulary. All arithmetic is float32. The device runs products with weights, rows (rows.py) say which row is what.
+What meets a weight in FP8 is rounded to it first, each row by itself (backends/fp8_rows.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 
 import numpy as np
 
-from tinyvllm_cli.backends import fp8
+from tinyvllm_cli.backends import fp8, fp8_rows
 from tinyvllm_cli.backends.cpu.gemm import Device
 from tinyvllm_cli.backends.cpu.kv import KVCache
 from tinyvllm_cli.backends.cpu.rows import TILE_ROWS, Group, Rows
@@ -69,7 +70,7 @@ def qkv_rope_write(
     RoPE in half-split form (Su et al. 2021): (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of a head.
     """
     num_kv_heads, head_dim = cache.tokens.shape[2], cache.tokens.shape[4]
-    y = device.product(rms_norm(x, norm, eps), qkv.data)
+    y = device.product(operand(rms_norm(x, norm, eps), qkv), qkv.data)
     if bias is not None:
         y += bias
     heads = y.reshape(len(y), -1, head_dim)
@@ -135,7 +136,7 @@ def gate_up_silu(device: Device, x: F32, *, norm: F32, eps: float, weight: Weigh
 
     weight [2 I, H], its rows in turn 8 of gate, 8 of up.
     """
-    normed, w = rms_norm(x, norm, eps), weight.data
+    normed, w = operand(rms_norm(x, norm, eps), weight), weight.data
     h = np.empty((len(x), len(w) // 2), np.float32)
 
     def part(columns: slice) -> None:
@@ -165,7 +166,12 @@ def norm_lm_head(device: Device, x: F32, rows: Rows, *, norm: F32, eps: float, h
     return device.product(rms_norm(x[rows.logits_indices], norm, eps), head.data)
 
 
+def operand(x: F32, weight: Weight) -> F32:
+    """What a weight is multiplied with."""
+    return fp8_rows.rounded_rows(x) if weight.format == "fp8" else x
+
+
 def _product_add(device: Device, x: F32, h: F32, *, weight: Weight, bias: F32 | None) -> None:
-    x += device.product(h, weight.data)
+    x += device.product(operand(h, weight), weight.data)
     if bias is not None:
         x += bias

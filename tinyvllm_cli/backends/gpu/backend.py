@@ -37,7 +37,7 @@ from tinyvllm_cli.backends.gpu.random_weights import DeviceTensors, fill_random
 from tinyvllm_cli.backends.gpu.rows import Rows, Upload, resolve_rows
 from tinyvllm_cli.backends.gpu.slots import Slots
 from tinyvllm_cli.backends.gpu.streams import Stream
-from tinyvllm_cli.backends.gpu.supported import check_model
+from tinyvllm_cli.backends.gpu.supported import check_held, check_model
 from tinyvllm_cli.backends.gpu.tuning import is_tuned, recall, tune
 from tinyvllm_cli.backends.row_layout import check_mask, within
 from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
@@ -85,11 +85,11 @@ class GpuBackend:
         check_model(config)
         self._config = config
         self._num_ids = min(tokenizer_size, config.vocab_size)
-        self._closing = ExitStack()
-        self._closed = False
+        self._closing, self._closed = ExitStack(), False
         self._fault: str | None = None
         self._last: InFlight | None = None
         self._card = open_card()
+        check_held(engine.dtype, config, self._card)
         try:
             with self._running():
                 plan = fit_memory(config, engine, self._card.free_bytes(), num_blocks)
@@ -112,7 +112,7 @@ class GpuBackend:
         config, card, cuda, length = self._config, self._card, self._card.cuda, plan.max_seq_len
         arena, address = open_arena(card, plan)
         self._closing.callback(cuda.free, address)
-        self._parameters = allocate_parameters(config, arena, engine.dtype)
+        self._parameters = allocate_parameters(config, arena, engine)
         buffers = Buffers.take(arena, config, engine, length)
         tables = arena.take_all(table_rooms(config, engine, length))
         workspace = arena.take((plan.workspace,), np.uint8)
@@ -122,10 +122,10 @@ class GpuBackend:
 
         closed_later = self._closing.enter_context  # in the reverse order
         stream, copies = (closed_later(closing(Stream(cuda))) for _ in range(2))
-        built_for = (card.compute_capability, engine.dtype, config.head_dim, engine.kv_dtype)
+        built_for = (card.compute_capability, engine.elem, config.head_dim, engine.kv_dtype)
         kernels = closed_later(closing(load_kernels(*built_for, cache, shared_limit=card.block_shared_bytes)))
         blas = closed_later(closing(Blas.create(stream, workspace, kernels)))
-        self._device = Device(card, stream, kernels, blas, engine.dtype, buffers)
+        self._device = Device(card, stream, kernels, blas, engine.elem, buffers)
         for zeros in (tables["blocks"], buffers.tickets, buffers.draw_ticket):
             cuda.memsetAsync(zeros.data.ptr, 0, zeros.nbytes, stream.ptr)
         self._slots = closed_later(closing(Slots(cuda, tables["tokens"], tables["blocks"], stream.ptr)))

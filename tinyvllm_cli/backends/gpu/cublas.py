@@ -29,88 +29,61 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from tinyvllm_cli.backends.gpu import skinny
+from tinyvllm_cli.backends.gpu.algorithms import Search
 from tinyvllm_cli.backends.gpu.cublas_api import (
-    ALGO_REDUCTION_SCHEME,
-    ALGO_SPLITK_NUM,
     BLAS_SIGNATURES,
     COMPUTE_32F,
     CUDA_TYPES,
+    DESC_A_SCALE_MODE,
+    DESC_A_SCALE_POINTER,
+    DESC_B_SCALE_MODE,
+    DESC_B_SCALE_POINTER,
+    DESC_FAST_ACCUM,
     DESC_TRANSA,
     DISALLOW_REDUCED_PRECISION_REDUCTION,
     GEMM_DEFAULT,
     LT_SIGNATURES,
-    NOT_SUPPORTED,
     OP_N,
     OP_T,
-    PREF_MAX_WORKSPACE_BYTES,
-    PREF_MIN_ALIGNMENTS,
-    PREF_REDUCTION_SCHEME_MASK,
-    REDUCTION_SCHEME_NONE,
-    Heuristic,
-    failure,
+    SCALE_OUTER_VECTOR,
 )
+from tinyvllm_cli.backends.gpu.cublas_library import Library
 from tinyvllm_cli.backends.gpu.kernels import Kernels
 from tinyvllm_cli.backends.gpu.libraries import open_library
+from tinyvllm_cli.backends.gpu.plan import ONE, ZERO, Plan, Scales
 from tinyvllm_cli.errors import DeviceError
 
 _Key: TypeAlias = tuple[Any, ...]  # of a shape, as _key makes it
-_Run: TypeAlias = Callable[[Any, Any, Any, int], None]  # (out, a, weight, rows): enqueues a product of one shape
+_Run: TypeAlias = Callable[..., None]  # (out, a, weight, rows), and scales of codes: enqueues a product of one shape
 
-ALIGNMENT = 16  # bytes that every pointer and every row of the operands is a multiple of, at least
+NEEDED_BY_CODES = (
+    "--dtype fp8 needs a card of compute capability 9.0 (Hopper) and cuBLAS 12.9 or later: give --dtype bfloat16"
+)
 # What cublasLt offers for float32 results of fewer rows, without split K, is slower than more rows: 2048 x 8192 takes
 # 191 us at 1 to 64 rows and 21 us at 128 (H200, cuBLAS 13.1).
 ADD_ROWS = 128
-CANDIDATES = 32  # algorithms asked for, the fastest by the library's estimate first
-_ONE, _ZERO = ctypes.c_float(1), ctypes.c_float(0)  # alpha and beta: read by the library at each call, so kept here
-ONE, ZERO = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)
+CODE_ROWS = 16  # cublasLt wants each length of a product in FP8 to be a multiple of 16
+# Sums of codes stay in the tensor cores from end to end (K in order, one accumulator) in the place of being added up in
+# float32 after each 128 terms. That is up to a fifth faster, and off by 0.3 % of a sum of 14,336 terms in the place of
+# 0.01 %; that factors are rounded to codes is 4 % (H200, cuBLAS 13.1).
+FAST_ACCUMULATION = 1
 
 
 @cache  # asked for at every product
-def padded_rows(rows: int, *, add: bool = False) -> int:
+def padded_rows(rows: int, *, add: bool = False, codes: bool = False) -> int:
     """The number of rows that a product of `rows` runs on: few enough shapes that each is planned, and captured, once.
 
-    1, 2, 4, 8, then multiples of 16 to 256, of 64 to 1024, of 256 above. A product that adds runs on ADD_ROWS at least.
+    1, 2, 4, 8, then multiples of 16 to 256, of 64 to 1024, of 256 above. A product that adds runs on ADD_ROWS at least,
+    but for one of FP8 codes, which all run on CODE_ROWS at least.
     """
-    rows = max(rows, ADD_ROWS) if add else rows
+    rows = max(rows, CODE_ROWS if codes else ADD_ROWS if add else 1)
     if rows <= 8:
         return 1 << max(rows - 1, 0).bit_length()
     step = 16 if rows <= 256 else 64 if rows <= 1024 else 256
     return -(-rows // step) * step
-
-
-class _Plan:
-    """A product of one shape by cublasLt, with all that is handed over beside the data made once."""
-
-    def __init__(
-        self,
-        call: Callable[..., int],
-        operands: tuple[int, ...],
-        found: list[Heuristic],
-        tail: tuple[Any, ...],
-        counts: Counter[str],
-    ) -> None:
-        """call: cublasLtMatmul. operands: handle, descriptor, layouts of weight, a and out, address of beta. found: the
-        algorithms there are, at least one. tail: workspace, its bytes, stream."""
-        self.found = found  # kept alive: the library is given the address of one
-        self._call, self._counts = call, counts
-        handle, desc, weight_layout, a_layout, out_layout, beta = map(ctypes.c_void_p, operands)
-        one, self._weight, self._a, self._out, self._algo = map(ctypes.c_void_p, (ONE, None, None, None, None))
-        self._args = (
-            handle, desc, one, self._weight, weight_layout, self._a, a_layout,
-            beta, self._out, out_layout, self._out, out_layout, self._algo, *tail,
-        )  # fmt: skip
-        self.choose(0)
-
-    def choose(self, index: int) -> None:
-        self._algo.value = ctypes.addressof(self.found[index])
-
-    def __call__(self, out: Any, a: Any, weight: Any, rows: int) -> None:  # noqa: ARG002  as many as it was made for
-        self._weight.value, self._a.value, self._out.value = weight.data.ptr, a.data.ptr, out.data.ptr
-        status = self._call(*self._args)
-        if status:
-            raise failure("cublasLtMatmul", status)
-        self._counts["cublasLt"] += 1
 
 
 class Blas:
@@ -130,7 +103,7 @@ class Blas:
         return cls(blas, lt, stream, workspace, kernels)
 
     def __init__(self, blas: Any, lt: Any, stream: Any, workspace: Any, kernels: Kernels | None = None) -> None:
-        self._blas, self._lt, self._kernels = blas, lt, kernels
+        self._library, self._kernels = Library(blas, lt), kernels
         self._stream, self._workspace = stream, workspace  # kept alive: the library has their addresses only
         self._tail = (
             ctypes.c_void_p(workspace.data.ptr),
@@ -140,15 +113,14 @@ class Blas:
         self._counts: Counter[str] = Counter() if kernels is None else kernels.counts
         self._runs: dict[_Key, _Run] = {}
         self._skinny: set[_Key] = set()  # those of them that are our own kernel
-        self._plans: dict[_Key, _Plan | None] = {}  # None: cublasLt offers no algorithm for that shape
-        self._made: list[tuple[str, int]] = []  # objects of the library, each with the function that destroys it
+        self._plans: dict[_Key, Plan | None] = {}  # None: cublasLt offers no algorithm for that shape
         try:
-            self._handle = self._create("cublas", "_v2")
-            self._lt_handle = self._create("cublasLt")
-            self._call("cublasSetStream_v2", self._handle, stream.ptr)
+            self._handle = self._library.create("cublas", "_v2")
+            self._lt_handle = self._library.create("cublasLt")
+            self._library.call("cublasSetStream_v2", self._handle, stream.ptr)
             # After the stream: setting a stream gives the handle its own workspace back.
-            self._call("cublasSetWorkspace_v2", self._handle, workspace.data.ptr, workspace.nbytes)
-            self._call("cublasSetMathMode", self._handle, DISALLOW_REDUCED_PRECISION_REDUCTION)
+            self._library.call("cublasSetWorkspace_v2", self._handle, workspace.data.ptr, workspace.nbytes)
+            self._library.call("cublasSetMathMode", self._handle, DISALLOW_REDUCED_PRECISION_REDUCTION)
         except DeviceError:
             self.close()
             raise
@@ -157,14 +129,18 @@ class Blas:
     def version(self) -> str:
         """Of cuBLAS: "13.1.0"."""
         number = ctypes.c_int()
-        self._call("cublasGetVersion_v2", self._handle, ctypes.byref(number))
+        self._library.call("cublasGetVersion_v2", self._handle, ctypes.byref(number))
         return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
-    def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
+    def product(
+        self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False, scales: Scales | None = None
+    ) -> None:
         """out[:rows, :N] = a[:rows] @ weight.T, or += with `add`; sums in float32, rounded once.
 
         a elem [capacity, K], weight elem [N, K], out elem or float32 [capacity, ld], ld >= N, K a multiple of 8. Runs
         on padded_rows(rows, add=add) rows, which both capacities must hold: the rows past `rows` become anything.
+        scales: where a and weight are e4m3 codes, f32[capacity] and f32[N] that their rows are multiplied with; then N
+        and K are multiples of 16. DeviceError where cublasLt has no such product.
         """
         if rows == 0:
             return
@@ -172,7 +148,10 @@ class Blas:
         run = self._runs.get(key)
         if run is None:
             run = self._runs[key] = self._plan(out, a, weight, rows, add) or partial(self.gemm_ex, add=add)
-        run(out, a, weight, rows)
+        if scales is None:
+            run(out, a, weight, rows)
+        else:
+            run(out, a, weight, rows, scales)
 
     def gemm_ex(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
         """The same product by cublasGemmEx, whose algorithm is the library's choice: with no promise about bits."""
@@ -181,7 +160,7 @@ class Blas:
         padded = padded_rows(rows, add=add)
         _check(out, a, weight, padded)
         (n, k), elem = weight.shape, CUDA_TYPES[weight.dtype.name]
-        self._call(
+        self._library.call(
             "cublasGemmEx", self._handle, OP_T, OP_N, n, padded, k,
             ONE, weight.data.ptr, elem, k, a.data.ptr, elem, k,
             ONE if add else ZERO, out.data.ptr, CUDA_TYPES[out.dtype.name], out.shape[1], COMPUTE_32F, GEMM_DEFAULT,
@@ -201,7 +180,7 @@ class Blas:
 
     def offers_skinny(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> bool:
         """Whether a product may run by our own kernel: there is one, and an algorithm whose bits it has to have."""
-        has_kernel = self._kernels is not None and skinny.fits(out, rows, add=add)
+        has_kernel = self._kernels is not None and not _is_code(weight) and skinny.fits(out, rows, add=add)
         return has_kernel and self.num_algorithms(out, a, weight, rows, add=add) > 0
 
     def choose_skinny(self, chosen: bool, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
@@ -225,92 +204,71 @@ class Blas:
 
     def close(self) -> None:
         """Destroy every handle, the last first. Errors are not looked at: after a fault all of these fail."""
-        while self._made:
-            destroy, made = self._made.pop()
-            getattr(self._library(destroy), destroy)(made)
+        self._library.close()
         self._plans.clear()
         self._runs.clear()
 
-    def _plan(self, out: Any, a: Any, weight: Any, rows: int, add: bool) -> _Plan | None:
-        padded = padded_rows(rows, add=add)
+    def _plan(self, out: Any, a: Any, weight: Any, rows: int, add: bool) -> Plan | None:
+        padded = padded_rows(rows, add=add, codes=_is_code(weight))
         key = _key(out, a, weight, padded, add)
         if key not in self._plans:
             self._plans[key] = self._make_plan(out, a, weight, padded, add)
         return self._plans[key]
 
-    def _make_plan(self, out: Any, a: Any, weight: Any, rows: int, add: bool) -> _Plan | None:
+    def _make_plan(self, out: Any, a: Any, weight: Any, rows: int, add: bool) -> Plan | None:
         _check(out, a, weight, rows)
         (n, k), elem = weight.shape, CUDA_TYPES[weight.dtype.name]
-        desc = self._create("cublasLtMatmulDesc", "", COMPUTE_32F, CUDA_TYPES["float32"])
-        self._set("cublasLtMatmulDescSetAttribute", desc, DESC_TRANSA, ctypes.c_int(OP_T))
+        desc = self._library.create("cublasLtMatmulDesc", "", COMPUTE_32F, CUDA_TYPES["float32"])
+        self._library.set("cublasLtMatmulDescSetAttribute", desc, DESC_TRANSA, ctypes.c_int(OP_T))
+        if _is_code(weight):
+            self._scale_rows(desc)
         layouts = (
-            self._create("cublasLtMatrixLayout", "", elem, k, n, k),
-            self._create("cublasLtMatrixLayout", "", elem, k, rows, k),
-            self._create("cublasLtMatrixLayout", "", CUDA_TYPES[out.dtype.name], n, rows, out.shape[1]),
+            self._library.create("cublasLtMatrixLayout", "", elem, k, n, k),
+            self._library.create("cublasLtMatrixLayout", "", elem, k, rows, k),
+            self._library.create("cublasLtMatrixLayout", "", CUDA_TYPES[out.dtype.name], n, rows, out.shape[1]),
         )
-        found = self._find_algorithms(desc, *layouts)
+        search = Search(self._library, self._lt_handle, self._workspace.nbytes, (desc, *layouts))
+        found = search.algorithms()
+        if _is_code(weight):
+            if not found:
+                raise DeviceError(f"cuBLAS {self.version} has no FP8 product {rows} x {n} x {k}: {NEEDED_BY_CODES}")
+            found += search.other_tiles(found[0], CUDA_TYPES[out.dtype.name])
         if not found:
             return None
         operands = (self._lt_handle, desc, *layouts, ONE if add else ZERO)
-        return _Plan(self._lt.cublasLtMatmul, operands, found, self._tail, self._counts)
+        return Plan(self._library.lt, operands, found, self._tail, self._counts)
 
-    def _find_algorithms(self, desc: int, weight: int, a: int, out: int) -> list[Heuristic]:
-        """The algorithms without split K, the fastest by the library's estimate first."""
-        preference = self._create("cublasLtMatmulPreference")
-        set_preference = partial(self._set, "cublasLtMatmulPreferenceSetAttribute", preference)
-        set_preference(PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(self._workspace.nbytes))
-        set_preference(PREF_REDUCTION_SCHEME_MASK, ctypes.c_uint32(REDUCTION_SCHEME_NONE))
-        for attribute in PREF_MIN_ALIGNMENTS:
-            set_preference(attribute, ctypes.c_uint32(ALIGNMENT))
-        results, count = (Heuristic * CANDIDATES)(), ctypes.c_int()
-        status = self._lt.cublasLtMatmulAlgoGetHeuristic(
-            self._lt_handle, desc, weight, a, out, out, preference, CANDIDATES, results, ctypes.byref(count)
-        )
-        if status not in (0, NOT_SUPPORTED):
-            raise failure("cublasLtMatmulAlgoGetHeuristic", status)
-        usable = (found for found in results[: count.value] if found.state == 0 and not self._splits_k(found))
-        return [Heuristic.from_buffer_copy(found) for found in usable]
-
-    def _splits_k(self, found: Heuristic) -> bool:
-        """Whether an algorithm sums parts of K apart. The mask above should leave none; this makes sure."""
-        parts, scheme, written = ctypes.c_int32(), ctypes.c_uint32(), ctypes.c_size_t()
-        for attribute, value in ((ALGO_SPLITK_NUM, parts), (ALGO_REDUCTION_SCHEME, scheme)):
-            self._call(
-                "cublasLtMatmulAlgoConfigGetAttribute", ctypes.byref(found), attribute,
-                ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written),
-            )  # fmt: skip
-        return parts.value > 1 or scheme.value != REDUCTION_SCHEME_NONE
-
-    def _create(self, kind: str, suffix: str = "", *arguments: Any) -> int:
-        """A new object of the library, destroyed by close()."""
-        made = ctypes.c_void_p()
-        self._call(f"{kind}Create{suffix}", ctypes.byref(made), *arguments)
-        if made.value is None:
-            raise DeviceError(f"{kind}Create{suffix} gave no object")
-        self._made.append((f"{kind}Destroy{suffix}", made.value))
-        return made.value
-
-    def _set(self, function: str, target: int, attribute: int, value: Any) -> None:
-        self._call(function, target, attribute, ctypes.byref(value), ctypes.sizeof(value))
-
-    def _call(self, function: str, *arguments: Any) -> None:
-        status = getattr(self._library(function), function)(*arguments)
-        if status:
-            raise failure(function, status)
-
-    def _library(self, function: str) -> Any:
-        return self._lt if function.startswith("cublasLt") else self._blas
+    def _scale_rows(self, desc: int) -> None:
+        """Both operands have a scale for each row. DeviceError where the library does not know of such."""
+        set_attribute = partial(self._library.set, "cublasLtMatmulDescSetAttribute", desc)
+        somewhere = ctypes.c_void_p(self._workspace.data.ptr)  # none is no algorithm; a product says where they are
+        try:
+            for mode, pointer in (
+                (DESC_A_SCALE_MODE, DESC_A_SCALE_POINTER), (DESC_B_SCALE_MODE, DESC_B_SCALE_POINTER)
+            ):  # fmt: skip
+                set_attribute(mode, ctypes.c_int(SCALE_OUTER_VECTOR))
+                set_attribute(pointer, somewhere)
+            set_attribute(DESC_FAST_ACCUM, ctypes.c_int8(FAST_ACCUMULATION))
+        except DeviceError:
+            raise DeviceError(f"cuBLAS {self.version} is too old: {NEEDED_BY_CODES}") from None
 
 
 def _check(out: Any, a: Any, weight: Any, rows: int) -> None:
     """ValueError, a bug of the caller's, unless the arrays are what product() says."""
     (n, k), elem = weight.shape, weight.dtype
     fits = a.shape[1] == k and out.shape[1] >= n and min(a.shape[0], out.shape[0]) >= rows
-    types = elem.name in ("bfloat16", "float16") and a.dtype == elem and out.dtype.name in (elem.name, "float32")
+    if _is_code(weight):
+        types, lengths = out.dtype.name in ("bfloat16", "float16", "float32"), n % 16 == k % 16 == rows % 16 == 0
+    else:
+        types, lengths = elem.name in ("bfloat16", "float16") and out.dtype.name in (elem.name, "float32"), k % 8 == 0
     dense = all(array.flags.c_contiguous for array in (out, a, weight))
-    if not (fits and types and dense and k % 8 == 0):
+    if not (fits and types and a.dtype == elem and dense and lengths):
         shapes = ", ".join(f"{array.dtype.name} {list(array.shape)}" for array in (out, a, weight))
         raise ValueError(f"no product of {rows} rows for out, a, weight = {shapes}")
+
+
+def _is_code(array: Any) -> bool:
+    return bool(array.dtype == np.uint8)
 
 
 def _key(out: Any, a: Any, weight: Any, padded: int, add: bool) -> _Key:

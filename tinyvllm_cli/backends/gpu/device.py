@@ -79,7 +79,7 @@ class Device:
     stream: Stream
     kernels: Kernels
     blas: Blas
-    dtype: DtypeName
+    dtype: DtypeName  # of elements
     buffers: Buffers
 
     def launch(self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], *, shared: int = 0) -> None:

@@ -20,7 +20,7 @@ from tinyvllm_cli.backends.gpu.drawn import drawn_parts, drawn_words
 from tinyvllm_cli.backends.gpu.kv import plane_room
 from tinyvllm_cli.backends.gpu.rows import upload_limit, widest_table
 from tinyvllm_cli.backends.pool import longest_sequence, pool_bounds, wanted_length
-from tinyvllm_cli.config import DtypeName, EngineConfig, ModelConfig
+from tinyvllm_cli.config import EngineConfig, ModelConfig
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.parameters import Array
 from tinyvllm_cli.model.weights.layout import layer_parts
@@ -34,7 +34,7 @@ WORKSPACE = 32 << 20  # bytes for cuBLAS: what NVIDIA recommends for its largest
 RESERVE = 256 << 20
 LOGITS_MULTIPLE = 64  # columns of a row of logits, so that each row starts at a multiple of 16 bytes
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
+F32, I32, U8 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8)
 
 
 # ---------------------------------------------------------------- one piece, in parts
@@ -92,34 +92,45 @@ def total_bytes(rooms: Iterable[Room]) -> int:
 # ---------------------------------------------------------------- what is in it
 
 
-def weight_rooms(config: ModelConfig, dtype: DtypeName) -> list[tuple[str, int | None, Room]]:
-    """(kind, layer, room) of every fused tensor of model/weights/layout.py: matrices elem, norms and biases float32."""
-    elem = elem_dtype(dtype)
+def weight_rooms(config: ModelConfig, engine: EngineConfig) -> list[tuple[str, int | None, tuple[Room, ...]]]:
+    """(kind, layer, rooms) of every fused tensor of model/weights/layout.py: matrices elem, norms and biases float32.
+    With dtype fp8 the matrices of layers are codes, with a scale for each row.
+    """
+    elem = elem_dtype(engine.elem)
     embed: Room = ((config.vocab_size, config.hidden_size), elem)
-    rooms: list[tuple[str, int | None, Room]] = [("embed", None, embed)]
+    rooms: list[tuple[str, int | None, tuple[Room, ...]]] = [("embed", None, (embed,))]
     for layer in range(config.num_layers):
         for part in layer_parts(config):
             shapes = [shape for _, shape in part.tensors]
             shape = (sum(rows for rows, *_ in shapes), *shapes[0][1:])
-            rooms.append((part.kind, layer, (shape, elem if len(shape) == 2 else F32)))
-    rooms.append(("final_norm", None, ((config.hidden_size,), F32)))
-    return rooms if config.tied_head else [*rooms, ("head", None, embed)]
+            if len(shape) == 1:
+                rooms.append((part.kind, layer, ((shape, F32),)))
+            elif engine.dtype == "fp8":
+                rooms.append((part.kind, layer, ((shape, U8), (shape[:1], F32))))
+            else:
+                rooms.append((part.kind, layer, ((shape, elem),)))
+    rooms.append(("final_norm", None, (((config.hidden_size,), F32),)))
+    return rooms if config.tied_head else [*rooms, ("head", None, (embed,))]
 
 
 def activation_rooms(config: ModelConfig, engine: EngineConfig, max_seq_len: int) -> dict[str, Room]:
     """Fields of Buffers, but for parts of others. Rows: as many as the products of the largest step run on."""
-    elem, T, R = elem_dtype(engine.dtype), padded_rows(engine.max_batch_tokens, add=True), padded_rows(engine.slots)
+    elem, T, R = elem_dtype(engine.elem), padded_rows(engine.max_batch_tokens, add=True), padded_rows(engine.slots)
     H, D, inner = config.hidden_size, config.head_dim, config.intermediate_size
     q, kv, places = config.num_heads, config.num_kv_heads, attention.partial_places(engine.slots, max_seq_len)
     logits = -(-config.vocab_size // LOGITS_MULTIPLE) * LOGITS_MULTIPLE
+    in_fp8 = engine.dtype == "fp8"
+    of_products = U8 if in_fp8 else elem
+    codes: dict[str, Room] = {"attended_codes": ((T, q * D), U8), "row_scales": ((T,), F32)}
     return {
+        **(codes if in_fp8 else {}),
         "x": ((T, H), F32),
-        "normed": ((T, H), elem),
+        "normed": ((T, H), of_products),
         "qkv": ((T, (q + 2 * kv) * D), elem),
         "q": ((T, q, D), elem),
         "attended": ((T, q * D), elem),
         "gate_up": ((T, 2 * inner), elem),
-        "activated": ((T, inner), elem),
+        "activated": ((T, inner), of_products),
         "picked": ((R, H), elem),
         "logits": ((R, logits), F32),
         "partials": ((places, kv, attention.MMA_ROWS, D + 2), F32),
@@ -143,7 +154,7 @@ def table_rooms(config: ModelConfig, engine: EngineConfig, max_seq_len: int) -> 
 
 def pool_room(config: ModelConfig, engine: EngineConfig, num_blocks: int) -> Room:
     """KVCache.blocks."""
-    plane, dtype = plane_room(config.head_dim, engine.dtype, engine.kv_dtype)
+    plane, dtype = plane_room(config.head_dim, engine.elem, engine.kv_dtype)
     return (num_blocks, config.num_layers, 2, config.num_kv_heads, *plane), dtype
 
 
@@ -155,12 +166,12 @@ class Buffers:
     """
 
     x: Array  # f32[T, H] the residual stream
-    normed: Array  # elem[T, H]
+    normed: Array  # elem[T, H]; where the weights of layers are in FP8 codes
     qkv: Array  # elem[T, (Hq + 2 Hkv) D]
     q: Array  # elem[T, Hq, D]
     attended: Array  # elem[T, Hq D]
     gate_up: Array  # elem[T, 2 I]
-    activated: Array  # elem[T, I]
+    activated: Array  # elem[T, I], or codes
     picked: Array  # elem[R, H]
     logits: Array  # f32[R, V]
     partials: Array  # f32[places, Hkv, 16, D + 2] of attention over split keys
@@ -175,6 +186,8 @@ class Buffers:
     masks: Array  # u32[R, ceil(vocab_size / 32)]
     raw_logits: Array  # f32[R, positions], of what penalties have changed while a row is drawn
     scans: Array  # u8[., ., .], what is found at a first look at few rows
+    attended_codes: Array | None = None  # codes[T, Hq D] of attended, where the weights are in FP8
+    row_scales: Array | None = None  # f32[T] of the codes that were made last
 
     @classmethod
     def take(cls, arena: Arena, config: ModelConfig, engine: EngineConfig, max_seq_len: int) -> Buffers:
@@ -212,7 +225,7 @@ def plan_memory(config: ModelConfig, engine: EngineConfig, *, wanted: int, num_b
     """A pool of num_blocks and all that goes with it; wanted: tokens of the longest sequence that is asked for."""
     max_seq_len = longest_sequence(wanted, num_blocks)
     return MemoryPlan(
-        weights=total_bytes(room for _, _, room in weight_rooms(config, engine.dtype)),
+        weights=total_bytes(room for _, _, rooms in weight_rooms(config, engine) for room in rooms),
         activations=total_bytes(activation_rooms(config, engine, max_seq_len).values()),
         tables=total_bytes(table_rooms(config, engine, max_seq_len).values()),
         workspace=WORKSPACE,

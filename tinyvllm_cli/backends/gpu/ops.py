@@ -4,7 +4,8 @@ Each op enqueues its kernels (cuda/) and products on the device's stream and ret
 the first rows of one of the device's buffers, which the op of the same name overwrites in the next layer or step.
 Products run on more rows than a step has (padded_rows in cublas.py) and get the whole buffers behind x and h for that;
 what they leave past a step's rows is never read. Activations between ops are of the dtype of the weights (elem); x,
-norms, biases and logits are float32.
+norms, biases and logits are float32. Weights in FP8 are multiplied with codes: norms and SiLU make them at once, what
+attention gives gets a kernel of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tinyvllm_cli.backends.gpu import skinny
 from tinyvllm_cli.backends.gpu.attention import attend
+from tinyvllm_cli.backends.gpu.quantize import quantize_rows, row_threads
 from tinyvllm_cli.backends.gpu.sample import sample
 from tinyvllm_cli.model.parameters import Array, Weight
 
@@ -96,19 +98,28 @@ def attention(device: Device, q: Array, cache: KVCache, rows: Rows, *, layer: in
     return attend(device, q, cache, rows, layer=layer)
 
 
-def out_proj_add(device: Device, x: Array, h: Array, *, weight: Weight, bias: Array | None) -> None:  # noqa: ARG001
+def out_proj_add(device: Device, x: Array, h: Array, *, weight: Weight, bias: Array | None) -> None:
     """x f32[T, H] += h elem[T, Hq D] @ weight.T (+ bias), in place. x and h as `embed` and `attention` return them."""
-    _product_add(device, device.buffers.attended, weight, bias, len(x))
+    h, num_rows = device.buffers.attended, len(x)
+    if weight.scale is not None:
+        rows, h = h, device.buffers.attended_codes
+        quantize_rows(device, h, device.buffers.row_scales, rows, num_rows)
+    _product_add(device, h, weight, bias, num_rows)
 
 
 def gate_up_silu(device: Device, x: Array, *, norm: Array, eps: float, weight: Weight, bias: Array | None) -> Array:
-    """h elem[T, I] = SiLU(gate) * up of the normed rows; weight [2 I, H], its rows in turn 8 of gate, 8 of up."""
+    """h elem[T, I] = SiLU(gate) * up of the normed rows; weight [2 I, H], its rows in turn 8 of gate, 8 of up. In FP8
+    its codes."""
     h, y, num_rows = device.buffers.activated, device.buffers.gate_up, len(x)
     if num_rows <= skinny.MAX_NORMED_ROWS and _norms_on_the_way(device, weight, y, num_rows):
         skinny.normed_silu(device.kernels, device.stream, h, x, norm, weight.data, bias, num_rows, eps)
         return h[:num_rows]
     _norm_product(device, x, norm, eps, weight, y, num_rows)
     inner = h.shape[1]
+    if weight.scale is not None:
+        args = (h, device.buffers.row_scales, y, bias, num_rows, inner)
+        device.launch("silu_mul_codes", (num_rows,), row_threads(inner), args)
+        return h[:num_rows]
     blocks = _ceil_div(num_rows * inner, GROUP * GROUP_THREADS)
     device.launch("silu_mul", (blocks,), GROUP_THREADS, (h, y, bias, num_rows, inner))
     return h[:num_rows]
@@ -134,8 +145,14 @@ def _norm_product(device: Device, x: Array, norm: Array, eps: float, weight: Wei
         skinny.normed_product(device.kernels, device.stream, out, x, norm, weight.data, num_rows, eps)
         return
     normed = device.buffers.normed
-    _rms_norm(device, normed, x, norm, eps, num_rows, None)
-    device.blas.product(out, normed, weight.data, num_rows)
+    if weight.scale is None:
+        _rms_norm(device, normed, x, norm, eps, num_rows, None)
+        device.blas.product(out, normed, weight.data, num_rows)
+        return
+    scales, hidden = device.buffers.row_scales, x.shape[1]
+    args = (normed, scales, x, norm, num_rows, hidden, eps)
+    device.launch("rms_norm_codes", (num_rows,), row_threads(hidden), args)
+    device.blas.product(out, normed, weight.data, num_rows, scales=(scales, weight.scale))
 
 
 def _norms_on_the_way(device: Device, weight: Weight, out: Array, num_rows: int) -> bool:
@@ -154,7 +171,8 @@ def _rms_norm(
 
 def _product_add(device: Device, h: Array, weight: Weight, bias: Array | None, num_rows: int) -> None:
     x = device.buffers.x
-    device.blas.product(x, h, weight.data, num_rows, add=True)
+    scales = None if weight.scale is None else (device.buffers.row_scales, weight.scale)
+    device.blas.product(x, h, weight.data, num_rows, add=True, scales=scales)
     if bias is not None:
         hidden = x.shape[1]
         blocks = _ceil_div(num_rows * hidden, GROUP * GROUP_THREADS)

@@ -15,6 +15,7 @@ from tinyvllm_cli.backends.cpu.gemm import Device
 from tinyvllm_cli.backends.cpu.kv import KVCache
 from tinyvllm_cli.backends.cpu.rows import resolve_rows
 from tinyvllm_cli.backends.cpu.slots import Slots
+from tinyvllm_cli.backends.fp8_rows import dequantize_rows
 from tinyvllm_cli.backends.gpu import tolerance
 from tinyvllm_cli.backends.gpu.comparison import Comparison, compare_arrays
 from tinyvllm_cli.backends.machine import available_cpus
@@ -43,7 +44,7 @@ class Lockstep:
         self._backend = backend
         self._gpu = ops
         self._stream = backend._device.stream
-        self._roundoff = tolerance.ROUNDOFF[backend.facts.dtype]
+        self._roundoff = tolerance.ROUNDOFF[backend._device.dtype]
         self._cpu = Device(available_cpus())
         limits = backend.limits
         self._cache = KVCache(backend._config, limits.num_blocks)
@@ -115,7 +116,7 @@ class Lockstep:
         h = self._gpu.gate_up_silu(device, x, **arguments)
         wanted = reference.gate_up_silu(self._cpu, x_host, **held)
         allowed = tolerance.gate_up_silu(self._cpu, x_host, wanted, roundoff=self._roundoff, **held)
-        self._compare("gate_up_silu", "h", self._layer, self._host(h), wanted, allowed)
+        self._compare("gate_up_silu", "h", self._layer, self._activations(h), wanted, allowed)
         return h
 
     def down_proj_add(self, device: Any, x: Array, h: Array, *, weight: Weight, bias: Array | None) -> None:
@@ -144,7 +145,7 @@ class Lockstep:
     # ---------------------------------------------------------------- comparing
 
     def _product_add(self, op: str, device: Any, x: Array, h: Array, weight: Weight, bias: Array | None) -> None:
-        before, h_host, weight_host = self._host(x), self._host(h), self._held(weight)
+        before, h_host, weight_host = self._host(x), self._activations(h), self._held(weight)
         getattr(self._gpu, op)(device, x, h, weight=weight, bias=bias)
         wanted = before.copy()
         getattr(reference, op)(self._cpu, wanted, h_host, weight=weight_host, bias=self._held(bias))
@@ -187,6 +188,13 @@ class Lockstep:
         """A device array in float32, once all that was enqueued before has run."""
         return self._get(array).astype(np.float32)
 
+    def _activations(self, h: Array) -> F32:
+        """Elements, or what codes stand for under their scales."""
+        if h.dtype != np.uint8:
+            return self._host(h)
+        scales: F32 = self._get(self._backend._device.buffers.row_scales[: len(h)])
+        return dequantize_rows(self._get(h), scales)
+
     def _get(self, array: Array) -> npt.NDArray[Any]:
         if array.size and not array.flags.c_contiguous:  # logits, whose rows are padded
             return np.stack([self._get(row) for row in array])
@@ -196,7 +204,7 @@ class Lockstep:
     def _held(self, value: Any) -> Any:
         """What never changes (weights, norms, biases, RoPE tables), alone or as arguments: downloaded once."""
         if isinstance(value, Weight):
-            return Weight(self._held(value.data))
+            return self._held_weight(value)
         if isinstance(value, dict):
             return {name: self._held(item) for name, item in value.items()}
         if isinstance(value, tuple):
@@ -206,6 +214,14 @@ class Lockstep:
         if id(value) not in self._downloaded:
             self._downloaded[id(value)] = value, self._host(value)
         return self._downloaded[id(value)][1]
+
+    def _held_weight(self, weight: Weight) -> Weight:
+        """As the CPU holds it."""
+        if weight.scale is None:
+            return Weight(self._held(weight.data))
+        if id(weight) not in self._downloaded:
+            self._downloaded[id(weight)] = weight, dequantize_rows(self._get(weight.data), self._get(weight.scale))
+        return Weight(self._downloaded[id(weight)][1], format=weight.format)
 
 
 def compare_prompts(backend: Any, prompts: Sequence[Sequence[int]], num_decodes: int, ops: Any) -> list[Comparison]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from tinyvllm_cli.backends.gpu.device import Device, elem_dtype
 from tinyvllm_cli.backends.gpu.loading import Uploader, places, row_bytes, upload
+from tinyvllm_cli.backends.gpu.quantize import quantize_pieces
 from tinyvllm_cli.config import DtypeName, ModelConfig
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.model.parameters import Array, Parameters
@@ -29,22 +30,37 @@ def fill_random(
     """Enqueue what load_weights would leave there: matrices by a kernel, vectors, which are few, by copies."""
     jobs = list(places(parameters, config))
     elem = elem_dtype(device.dtype)
-    vectors = [job for job in jobs if job.target.dtype != elem]
+    vectors = [job for job in jobs if job.target.dtype == np.float32]
     for job in jobs:
-        if job.target.dtype == elem:
-            fill_matrix(device, job.target, tensors.seed, tensors.number(job.tensor))
+        number = tensors.number(job.tensor)
+        if job.scales is not None:
+            fill_codes(device, job.target, job.scales, tensors.seed, number)
+        elif job.target.dtype == elem:
+            fill_matrix(device, job.target, tensors.seed, number)
     with closing(Uploader(max(job.target.nbytes for job in vectors))) as uploader:
         for job in vectors:
             upload(job.target, tensors.read(job.tensor), elem, uploader)
     yield
 
 
-def fill_matrix(device: Device, target: Array, seed: int, tensor: int) -> None:
-    """Enqueue the values of a tensor for its place [n, width]."""
+def fill_codes(device: Device, target: Array, scales: Array, seed: int, tensor: int) -> None:
+    """Enqueue the values of a tensor for its place, codes [n, width] with scales [n, rows of a piece], by way of a
+    buffer of the step's."""
+    stage, width = device.buffers.gate_up.reshape(-1), target.shape[1]
+    step = stage.size // width
+    for start in range(0, len(target), step):
+        codes = target[start : start + step]
+        pieces = stage[: codes.size].reshape(codes.shape)
+        fill_matrix(device, pieces, seed, tensor, first=start)
+        quantize_pieces(device, codes, scales[start : start + step], pieces, device.stream)
+
+
+def fill_matrix(device: Device, target: Array, seed: int, tensor: int, *, first: int = 0) -> None:
+    """Enqueue the values of a tensor for its place [n, width], or for one of its pieces from the first on."""
     rows, width = target.shape
     pitch = target.strides[0] // target.itemsize if rows > 1 else width
     blocks = -(-target.size // (BLOCK * ELEMS_OF_THREAD))
-    device.launch("fill_random", (blocks,), BLOCK, (target, rows, width, pitch, seed, tensor, SCALE))
+    device.launch("fill_random", (blocks,), BLOCK, (target, rows, width, pitch, seed, tensor, first, SCALE))
 
 
 class DeviceTensors:

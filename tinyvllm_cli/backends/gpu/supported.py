@@ -1,11 +1,16 @@
-"""Which models the kernels of cuda/ take."""
+"""Which models the kernels of cuda/ take, and which cards."""
 
 from __future__ import annotations
 
 from tinyvllm_cli.backends.gpu.attention import MMA_ROWS, supports_head_dim
+from tinyvllm_cli.backends.gpu.cublas import NEEDED_BY_CODES
+from tinyvllm_cli.backends.gpu.device import Card
+from tinyvllm_cli.backends.gpu.quantize import MAX_COLUMNS
 from tinyvllm_cli.backends.gpu.sample import MAX_VOCAB
-from tinyvllm_cli.config import ModelConfig
-from tinyvllm_cli.errors import ModelError
+from tinyvllm_cli.config import HeldDtype, ModelConfig
+from tinyvllm_cli.errors import DeviceError, ModelError
+
+CODES_FROM = (9, 0)  # compute capability below which cuBLAS never multiplies FP8 with a scale for each row
 
 
 def check_model(config: ModelConfig) -> None:
@@ -22,3 +27,22 @@ def check_model(config: ModelConfig) -> None:
     for name, value, holds, wanted in rules:
         if not holds:
             raise ModelError(f"{name} is {value}, a GPU needs {wanted}: give --backend cpu")
+
+
+def check_held(dtype: HeldDtype, config: ModelConfig, card: Card) -> None:
+    """What weights in FP8 need besides: DeviceError for a card, ModelError for a shape that does not have it."""
+    if dtype != "fp8":
+        return
+    if card.compute_capability < CODES_FROM:
+        major, minor = card.compute_capability
+        raise DeviceError(f"{card.name} has compute capability {major}.{minor}: {NEEDED_BY_CODES}")
+    lengths = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "the width of all heads": config.num_heads * config.head_dim,
+    }
+    for name, value in lengths.items():
+        if value % 16 or value > MAX_COLUMNS:
+            raise ModelError(
+                f"{name} is {value}, --dtype fp8 needs a multiple of 16 to {MAX_COLUMNS}: give --dtype bfloat16"
+            )

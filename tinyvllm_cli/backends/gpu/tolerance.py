@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
+from tinyvllm_cli.backends import fp8_rows
 from tinyvllm_cli.backends.cpu import ops
 from tinyvllm_cli.backends.cpu.gemm import Device
 from tinyvllm_cli.backends.cpu.kv import KVCache
@@ -24,6 +26,10 @@ from tinyvllm_cli.types import F32
 
 CERTAIN = 4  # times the expected error: no element of millions is further off by chance
 FLOAT32_UNIT = np.float32(2.0**-24)
+# Tensor cores add 32 products of FP8 at once to a sum that keeps about 14 bits (DeepSeek-V3 Technical Report, 2024,
+# section 3.3.2, which measured Hopper's); codes are made of numbers whose last bits differ, by a share of a little.
+ACCUMULATOR_UNIT, ACCUMULATOR_STEP = 2.0**-12, 32
+A_LITTLE = 2.0**-18
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +50,40 @@ ROUNDOFF: dict[DtypeName, Roundoff] = {
 }
 
 
-def product(device: Device, a: F32, weight: F32, unit: float) -> F32:
-    """Of a [T, K] @ weight [N, K].T in float32, where a is off by `unit` of itself: [T, N]."""
-    spread = np.sqrt(device.product(a * a, weight * weight))
-    return spread * np.float32(CERTAIN * (unit + a.shape[1] * FLOAT32_UNIT))
+def product(device: Device, a: F32, weight: Weight, unit: float) -> F32:
+    """Of a [T, K] @ weight [N, K].T in float32, where a is off by `unit` of itself, or rounded to FP8: [T, N]."""
+    if weight.format == "fp8":
+        return _fp8_product(device, a, weight.data)
+    return _spread(device, a, weight.data) * np.float32(CERTAIN * (unit + a.shape[1] * FLOAT32_UNIT))
+
+
+def _spread(device: Device, a: F32, weight: F32) -> F32:
+    spread: F32 = np.sqrt(device.product(a * a, weight * weight))
+    return spread
+
+
+def accumulated(k: int) -> float:
+    """Of a sum of k products of codes, as a share of its spread: roundings fall either way."""
+    return ACCUMULATOR_UNIT * math.sqrt(k / ACCUMULATOR_STEP)
+
+
+def _fp8_product(device: Device, a: F32, weight: F32) -> F32:
+    """Sums go through an accumulator of few bits. Both sides round a to codes, but where it lies on the border of two
+    and differs in its last bits, they take one each."""
+    scales = fp8_rows.quantize_rows(a)[1][:, None]
+    low, high = (
+        (a * np.float32(1 + sign * A_LITTLE) / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
+        for sign in (-1, 1)
+    )
+    share = A_LITTLE + a.shape[1] * FLOAT32_UNIT + accumulated(a.shape[1])
+    errors = _spread(device, high - low, weight) + _spread(device, high, weight) * np.float32(share)
+    return np.float32(CERTAIN) * errors
 
 
 def product_add(device: Device, before: F32, after: F32, h: F32, weight: Weight) -> F32:
     """Of x += h @ weight.T (+ bias): h comes rounded, x stays float32."""
     last_bits = CERTAIN * FLOAT32_UNIT * np.maximum(np.abs(before), np.abs(after))
-    return product(device, h, weight.data, 0) + last_bits
+    return product(device, h, weight, 0) + last_bits
 
 
 def qkv(
@@ -72,8 +102,8 @@ def qkv(
 ) -> tuple[F32, F32, F32]:
     """Of q [T, Hq, D], K and V [T, Hkv, D] before they are rounded: normed rows and their product are."""
     normed = ops.rms_norm(x, norm, eps)
-    y = device.product(normed, qkv.data)
-    error = (product(device, normed, qkv.data, roundoff.unit) + roundoff.of(y)).reshape(len(y), -1, head_dim)
+    y = device.product(ops.operand(normed, qkv), qkv.data)
+    error = (product(device, normed, qkv, roundoff.unit) + roundoff.of(y)).reshape(len(y), -1, head_dim)
     heads = (y if bias is None else y + bias).reshape(error.shape)
     q, k = slice(None, -2 * num_kv_heads), slice(-2 * num_kv_heads, -num_kv_heads)
     if q_norm is not None and k_norm is not None:
@@ -121,8 +151,8 @@ def gate_up_silu(
 ) -> F32:
     """Of h [T, I] = SiLU(gate) * up: normed rows, gate, up and h are rounded."""
     normed = ops.rms_norm(x, norm, eps)
-    y = device.product(normed, weight.data)
-    error = product(device, normed, weight.data, roundoff.unit) + roundoff.of(y)
+    y = device.product(ops.operand(normed, weight), weight.data)
+    error = product(device, normed, weight, roundoff.unit) + roundoff.of(y)
     shape = (len(y), -1, 2, INTERLEAVE)
     (gate, up), (gate_error, up_error) = (
         (pairs[:, :, 0], pairs[:, :, 1])
@@ -131,12 +161,18 @@ def gate_up_silu(
     silu = np.abs(gate / (1 + np.exp(-gate)))
     steepest = np.float32(1.1)  # of SiLU, at 2.4
     h_error: F32 = silu * up_error + steepest * gate_error * (np.abs(up) + up_error)
-    return h_error.reshape(h.shape) + roundoff.of(h)
+    return h_error.reshape(h.shape) + (_codes_roundoff(h) if weight.format == "fp8" else roundoff.of(h))
+
+
+def _codes_roundoff(rows: F32) -> F32:
+    """Of rows as codes: 3 bits of mantissa, and 2^-9 of the scale is the least number."""
+    scales = fp8_rows.quantize_rows(rows)[1][..., None]
+    return Roundoff(2.0**-4, 0).of(rows) + scales * np.float32(2.0**-10)
 
 
 def norm_lm_head(device: Device, x: F32, rows: Rows, *, roundoff: Roundoff, norm: F32, eps: float, head: Weight) -> F32:
     """Of logits [R, V]: the normed rows are rounded."""
-    return product(device, ops.rms_norm(x[rows.logits_indices], norm, eps), head.data, roundoff.unit)
+    return product(device, ops.rms_norm(x[rows.logits_indices], norm, eps), head, roundoff.unit)
 
 
 def logprobs(wanted: F32, vocab_size: int) -> F32:

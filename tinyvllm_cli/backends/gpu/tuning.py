@@ -19,13 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
 
 from tinyvllm_cli.backends.gpu import cublas, skinny
 from tinyvllm_cli.backends.gpu.cublas import Blas, padded_rows
 from tinyvllm_cli.backends.gpu.device import Device
+from tinyvllm_cli.backends.gpu.plan import Scales
 from tinyvllm_cli.errors import DeviceError
-from tinyvllm_cli.model.parameters import Array, Parameters
+from tinyvllm_cli.model.parameters import Array, Parameters, Weight
 from tinyvllm_cli.model.weights.source import Array as HostArray
 
 MAX_ROWS = 256  # what decodes; products of more rows are within 4 % of their best as the library picks them
@@ -33,6 +35,7 @@ ROUNDS = 2  # over the weights of several layers, so that they come from memory,
 MAX_WEIGHTS = 16
 BLOCK_NUMBERS = 1 << 20  # random weights; larger matrices repeat them
 NOISE = 2.0**-9  # what is left of a sum, as a share of its terms
+CODES_DEVIATION = 32  # of e4m3, which goes to 448
 CHECKED_ROWS, CHECKED_COLUMNS = 16, 4096
 BEFORE = 0x3F  # every byte of a result before a product: 0.75 as float32, so that it shows where a sum starts from it
 
@@ -47,6 +50,15 @@ class Product:
     a: Array
     weights: Sequence[Array]
     add: bool
+    scales: Sequence[Scales] = ()  # of each weight, where all are codes
+
+    def padded(self, rows: int) -> int:
+        """So many it runs on."""
+        return padded_rows(rows, add=self.add, codes=bool(self.scales))
+
+    def run(self, blas: Blas, rows: int, weight: int = 0) -> None:
+        scales = self.scales[weight] if self.scales else None
+        blas.product(**self.arguments(rows, weight), scales=scales)
 
     def arguments(self, rows: int, weight: int = 0) -> dict[str, Any]:
         """Of Blas.product."""
@@ -106,7 +118,7 @@ def _choices(blas: Blas, product: Product, max_rows: int) -> Iterator[tuple[int,
     it is asked for, then for few rows the one that was chosen, or our own kernel.
     """
     row_counts = range(1, max_rows + 1)
-    for rows in sorted({padded_rows(rows, add=product.add) for rows in row_counts}):
+    for rows in sorted({product.padded(rows) for rows in row_counts}):
         if rows <= len(product.a):
             arguments = product.arguments(rows)
             choices = [partial(blas.choose, index, **arguments) for index in range(blas.num_algorithms(**arguments))]
@@ -135,12 +147,18 @@ def _path(device: Device, cache: Path | None) -> Path | None:
 def _products(device: Device, parameters: Parameters) -> list[Product]:
     """As ops.py asks for them: the same buffers, so the same plans."""
     buffers, layers = device.buffers, parameters.layers[:MAX_WEIGHTS]
+
+    def product(out: Array, a: Array, weights: Sequence[Weight], *, add: bool) -> Product:
+        scales = [(buffers.row_scales, weight.scale) for weight in weights if weight.scale is not None]
+        return Product(out, a, [weight.data for weight in weights], add, scales)
+
+    attended = buffers.attended if buffers.attended_codes is None else buffers.attended_codes
     return [
-        Product(buffers.qkv, buffers.normed, [layer.qkv.data for layer in layers], add=False),
-        Product(buffers.x, buffers.attended, [layer.o.data for layer in layers], add=True),
-        Product(buffers.gate_up, buffers.normed, [layer.gate_up.data for layer in layers], add=False),
-        Product(buffers.x, buffers.activated, [layer.down.data for layer in layers], add=True),
-        Product(buffers.logits, buffers.picked, [parameters.head.data], add=False),
+        product(buffers.qkv, buffers.normed, [layer.qkv for layer in layers], add=False),
+        product(buffers.x, attended, [layer.o for layer in layers], add=True),
+        product(buffers.gate_up, buffers.normed, [layer.gate_up for layer in layers], add=False),
+        product(buffers.x, buffers.activated, [layer.down for layer in layers], add=True),
+        product(buffers.logits, buffers.picked, [parameters.head], add=False),
     ]
 
 
@@ -150,19 +168,40 @@ def _fill(device: Device, product: Product) -> None:
     """
     a, cuda, random = product.a, device.card.cuda, np.random.default_rng(0)
     half = a.shape[1] // 2
-    rows = random.standard_normal((min(len(a), MAX_ROWS), half), np.float32).astype(a.dtype).astype(np.float32)
-    rows = np.hstack([rows, NOISE * random.standard_normal(rows.shape, np.float32) - rows]).astype(a.dtype)
-    cuda.memcpy(a.data.ptr, rows.ctypes.data, rows.nbytes, cuda.memcpyHostToDevice)
-    weights = random.standard_normal((min(len(product.weights[0]), -(-BLOCK_NUMBERS // half)), half), np.float32)
-    block = np.hstack([weights, weights]).astype(a.dtype)
+    num_weights = min(len(product.weights[0]), -(-BLOCK_NUMBERS // half))
+    make = _codes if product.scales else _elements
+    rows, block = make(random, min(len(a), MAX_ROWS), num_weights, half, a.dtype)
     source = product.weights[0].data.ptr
-    cuda.memcpy(source, block.ctypes.data, block.nbytes, cuda.memcpyHostToDevice)
+    for target, values in ((a.data.ptr, rows), (source, block)):
+        cuda.memcpy(target, values.ctypes.data, values.nbytes, cuda.memcpyHostToDevice)
+    for scale in {id(scale): scale for pair in product.scales for scale in pair}.values():
+        ones = np.ones(len(scale), np.float32)
+        cuda.memcpy(scale.data.ptr, ones.ctypes.data, ones.nbytes, cuda.memcpyHostToDevice)
     for weight in product.weights:
         for start in range(0, weight.nbytes, block.nbytes):
             target, nbytes = weight.data.ptr + start, min(block.nbytes, weight.nbytes - start)
             if target != source:
                 cuda.memcpy(target, source, nbytes, cuda.memcpyDeviceToDevice)
     cuda.deviceSynchronize()  # copies may be under way still, and our stream waits for no other
+
+
+def _elements(
+    random: np.random.Generator, num_rows: int, num_weights: int, half: int, dtype: np.dtype[Any]
+) -> tuple[HostArray, HostArray]:
+    rows = random.standard_normal((num_rows, half), np.float32).astype(dtype).astype(np.float32)
+    weights = random.standard_normal((num_weights, half), np.float32)
+    rows = np.hstack([rows, NOISE * random.standard_normal(rows.shape, np.float32) - rows])
+    return rows.astype(dtype), np.hstack([weights, weights]).astype(dtype)
+
+
+def _codes(
+    random: np.random.Generator, num_rows: int, num_weights: int, half: int, dtype: np.dtype[Any]
+) -> tuple[HostArray, HostArray]:
+    """The same in FP8: what is left of a sum is the last bit of an eighth of the rows' codes."""
+    numbers = random.standard_normal((num_rows + num_weights, half), np.float32) * np.float32(CODES_DEVIATION)
+    rows, weights = np.split(numbers.astype(ml_dtypes.float8_e4m3fn).view(dtype), [num_rows])
+    minus_rows = rows ^ 0x80 ^ (random.integers(0, 8, rows.shape, dtype) == 0)
+    return np.hstack([rows, minus_rows]), np.hstack([weights, weights])
 
 
 def _first_result(device: Device, product: Product, rows: int, choices: Sequence[Choice]) -> HostArray:
@@ -194,7 +233,7 @@ def _result(device: Device, product: Product, rows: int, step: int) -> HostArray
     cuda, stream, out = device.card.cuda, device.stream, product.out
     pitch, columns = out.strides[0], product.weights[0].shape[0]
     cuda.memsetAsync(out.data.ptr, BEFORE, rows * pitch, stream.ptr)
-    device.blas.product(**product.arguments(rows))
+    product.run(device.blas, rows)
     host = np.empty((rows // step, min(columns, CHECKED_COLUMNS)), out.dtype)
     first = (columns - host.shape[1]) * out.dtype.itemsize
     width, source, kind = host.strides[0], out.data.ptr + (step - 1) * pitch + first, cuda.memcpyDeviceToHost
@@ -209,7 +248,7 @@ def _time(device: Device, product: Product, rows: int) -> float:
     stream.begin_capture()
     try:
         for weight in range(len(product.weights)):
-            device.blas.product(**product.arguments(rows, weight))
+            product.run(device.blas, rows, weight)
     finally:
         graph = stream.end_capture()
     start, end = cuda.eventCreate(), cuda.eventCreate()
