@@ -98,6 +98,24 @@ def test_a_limit_is_the_sum_of_those_of_its_steps():
     whole, found = sum(steps, prompts), limit([(10, 2), (20, 3)], config)
     assert (found.steps, found.bytes, found.flops) == (whole.steps, whole.bytes, whole.flops)
     assert found.seconds == pytest.approx(whole.seconds)
+def test_layers_in_fp8_have_a_byte_a_weight_and_a_rate_of_their_own():
+    """By hand, where reading takes longer and where multiplying does; the head is in 16 bits."""
+    body, head, kv = 1_235_746_816 - 262_668_288, 262_668_288, 2 * 16_384
+    prompt = 100
+    slow = Rates(read=1e30, product=1e12, fp8_product=2e12)
+    for rates in (Rates(H200.read, H200.product, 2 * H200.product), slow):
+        found = limit([(prompt, 2)], random_config("llama-3.2-1b"), layer_bytes=1, rates=rates)
+        attention = 4 * 16 * 32 * 64 * (prompt * (prompt + 1) / 2) / rates.product
+        moved = kv * ((prompt + 1) + prompt + 1)
+        reads, products = (
+            (body + 2 * head) / rates.read,
+            [2 * (rows * body / rates.fp8_product + head / rates.product) for rows in (prompt, 1)],
+        )
+        assert found.bytes == 2 * (body + 2 * head) + moved
+        assert found.flops == limit([(prompt, 2)], random_config("llama-3.2-1b")).flops
+        assert found.product_seconds == pytest.approx(sum(products) + attention)
+        wanted = sum(max(reads, each) for each in products) + moved / rates.read + attention
+        assert found.seconds == pytest.approx(wanted)
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=12)

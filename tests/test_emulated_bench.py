@@ -109,3 +109,19 @@ def test_rates_are_bytes_and_operations_over_the_time_of_the_device(backend: Gpu
     multiplied = np.array(backend._device.buffers.normed, np.float32)[: backend.limits.max_batch_tokens]
     assert len(np.unique(multiplied)) > 1000, "as many values as a model has"
     timing.close()
+
+
+def test_rates_in_fp8_are_those_of_the_layers_and_of_the_rest(model: Path, cuda: Runtime):
+    """The products of two layers are eight things done, one of 16 bits is one."""
+    backend = gpu_backend(open_checkpoint(model), num_blocks=40, dtype="fp8")
+    timing, parameters, rows = GpuTiming(backend), backend._parameters, backend.limits.max_batch_tokens
+    rates = timing.rates()
+    weights = sum(w.data.size for layer in parameters.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    assert rates.fp8_product == pytest.approx(2 * rows * weights / 8e-3)
+    hidden = parameters.embed.data.shape[1]
+    assert rates.product == pytest.approx(2 * rows * hidden * hidden / 1e-3)
+    backend._device.stream.synchronize()
+    codes = np.array(backend._device.buffers.normed)[:rows]
+    assert len(np.unique(codes)) > 100 and not (codes & 0x7F == 0x7F).any(), "as many codes as a model has, and no NaN"
+    timing.close()
+    backend.close()

@@ -76,16 +76,18 @@ def test_a_benchmark_with_a_kv_cache_in_fp8_says_so(said, tiny: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("kv_bytes", [1, 33_792, 65_536])
-def test_the_limit_counts_k_and_v_as_the_backend_holds_them(kv_bytes: int):
+@pytest.mark.parametrize(("dtype", "layer_bytes"), [("bfloat16", 2), ("fp8", 1)])
+def test_the_limit_counts_k_and_v_and_weights_as_the_backend_holds_them(kv_bytes: int, dtype: str, layer_bytes: int):
     config, rates = random_config("llama-3.2-1b"), Rates(4e12, 6e14)
     backend = SimpleNamespace(
-        facts=SimpleNamespace(name="gpu", kv_bytes_per_token=kv_bytes), limits=SimpleNamespace(max_slots=2)
+        facts=SimpleNamespace(name="gpu", dtype=dtype, kv_bytes_per_token=kv_bytes), limits=SimpleNamespace(max_slots=2)
     )
     lengths = Lengths(prompts=(9, 5, 7), outputs=(3, 8, 2), shared=1)
     assert _limit(SimpleNamespace(config=config, backend=backend), lengths, rates) == compute_limit(
         config,
         [(9, 3), (5, 8), (7, 2)],
         elem_bytes=ELEM_BYTES["gpu"],
+        layer_bytes=layer_bytes,
         token_bytes=kv_bytes,
         slots=2,
         rates=rates,

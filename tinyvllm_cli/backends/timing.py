@@ -15,6 +15,7 @@ class Rates:
 
     read: float  # bytes a second, in a sum over memory
     product: float  # floating-point operations a second, in products with many rows
+    fp8_product: float | None = None  # the same in FP8, where the layers' weights are held so
 
 
 class Timing(Protocol):

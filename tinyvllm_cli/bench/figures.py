@@ -53,7 +53,7 @@ def trial_figures(trial: Trial, limit: Limit, rates: Rates) -> Figures:
         "tokens_per_s": trial.output_tokens / trial.seconds,
         "of_limit": limit.seconds / trial.seconds,
         "of_read_rate": limit.bytes / trial.seconds / rates.read,
-        "of_product_rate": limit.flops / trial.seconds / rates.product,
+        "of_product_rate": limit.product_seconds / trial.seconds,
         "ttft_p50_s": _percentile(ttft, 50),
         "ttft_p99_s": _percentile(ttft, 99),
         "tpot_p50_ms": _percentile(tpot, 50),

@@ -80,11 +80,13 @@ def measure(
 
 
 def _limit(subject: Subject, lengths: Lengths, rates: Rates) -> Limit:
+    facts = subject.backend.facts
     return compute_limit(
         subject.config,
         list(zip(lengths.prompts, lengths.outputs, strict=True)),
-        elem_bytes=ELEM_BYTES[subject.backend.facts.name],
-        token_bytes=subject.backend.facts.kv_bytes_per_token,
+        elem_bytes=ELEM_BYTES[facts.name],
+        layer_bytes=1 if (facts.name, facts.dtype) == ("gpu", "fp8") else None,
+        token_bytes=facts.kv_bytes_per_token,
         slots=subject.backend.limits.max_slots,
         rates=rates,
         shared=lengths.shared,

@@ -96,14 +96,14 @@ def table_rows(result: Mapping[str, Any]) -> list[Row]:
 
 def _speed(result: Mapping[str, Any]) -> list[Row]:
     figures, limit, rates = result["figures"], result["limit"], result["rates"]
+    product, fp8 = _rate(rates["product"], "FLOP/s"), rates.get("fp8_product")
+    products = product if fp8 is None else f"{_rate(fp8, 'FLOP/s')} in FP8, {product} else"
     return [
         _row("output tokens/s", figures["tokens_per_s"], _amount, f"limit {_amount(limit['tokens_per_s'])}"),
         _row("of the limit", figures["of_limit"], _share),
         _row("seconds", figures["seconds"], _seconds, f"limit {_seconds(limit['seconds'])}"),
         _row("of the read rate", figures["of_read_rate"], _share, f"measured {_rate(rates['read'], 'B/s')}"),
-        _row(
-            "of the product rate", figures["of_product_rate"], _share, f"measured {_rate(rates['product'], 'FLOP/s')}"
-        ),
+        _row("of the product rate", figures["of_product_rate"], _share, f"measured {products}"),
         _row("TTFT p50", figures["ttft_p50_s"], _seconds, "queue included"),
         _row("TTFT p99", figures["ttft_p99_s"], _seconds),
         _row("TPOT p50", figures["tpot_p50_ms"], _milliseconds),

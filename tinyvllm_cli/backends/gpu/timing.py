@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tinyvllm_cli.backends.base import Backend
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
-from tinyvllm_cli.backends.gpu.random_weights import fill_matrix
+from tinyvllm_cli.backends.gpu.random_weights import fill_codes, fill_matrix
 from tinyvllm_cli.backends.timing import Rates
 from tinyvllm_cli.errors import ModelError
 
@@ -49,7 +49,10 @@ class GpuTiming:
 
     def rates(self) -> Rates:
         with self._backend._running():
-            return Rates(self._read_rate(), self._product_rate())
+            layers_rate = self._product_rate()
+            if self._backend.facts.dtype == "fp8":
+                return Rates(self._read_rate(), self._elem_product_rate(), layers_rate)
+            return Rates(self._read_rate(), layers_rate)
 
     def memory_used(self) -> int:
         with self._backend._running():
@@ -80,22 +83,40 @@ class GpuTiming:
         """Floating-point operations a second of all layers' products with the rows of the largest step."""
         device, layers = self._device, self._backend._parameters.layers
         rows, buffers, blas = self._backend.limits.max_batch_tokens, device.buffers, device.blas
+        attended = buffers.attended if buffers.attended_codes is None else buffers.attended_codes
         # Random numbers: zeros would need less power, and so be multiplied faster than what a model has.
-        for number, array in enumerate((buffers.normed, buffers.attended, buffers.activated)):
-            fill_matrix(device, array, 0, number)
+        for number, array in enumerate((buffers.normed, attended, buffers.activated)):
+            if buffers.row_scales is None:
+                fill_matrix(device, array, 0, number)
+            else:
+                fill_codes(device, array, buffers.row_scales[: len(array), None], 0, number)
         self._cuda.memsetAsync(buffers.x.data.ptr, 0, buffers.x.nbytes, device.stream.ptr)
 
         def products() -> None:
             for layer in layers:
-                blas.product(buffers.qkv, buffers.normed, layer.qkv.data, rows)
-                blas.product(buffers.x, buffers.attended, layer.o.data, rows, add=True)
-                blas.product(buffers.gate_up, buffers.normed, layer.gate_up.data, rows)
-                blas.product(buffers.x, buffers.activated, layer.down.data, rows, add=True)
+                for out, a, weight, add in (
+                    (buffers.qkv, buffers.normed, layer.qkv, False),
+                    (buffers.x, attended, layer.o, True),
+                    (buffers.gate_up, buffers.normed, layer.gate_up, False),
+                    (buffers.x, buffers.activated, layer.down, True),
+                ):
+                    scales = None if weight.scale is None else (buffers.row_scales, weight.scale)
+                    blas.product(out, a, weight.data, rows, add=add, scales=scales)
 
         weights: int = sum(
             part.data.size for layer in layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
         return 2.0 * rows * weights / self._best(products)
+
+    def _elem_product_rate(self) -> float:
+        """The same of rows of the largest step with a part of the embedding, where the layers' weights are in FP8."""
+        device, embed = self._device, self._backend._parameters.embed.data
+        rows, buffers, hidden = self._backend.limits.max_batch_tokens, device.buffers, int(embed.shape[1])
+        weight = embed[:hidden]
+        a = buffers.gate_up.reshape(-1)[: len(buffers.x) * hidden].reshape(-1, hidden)
+        fill_matrix(device, a, 0, 0)
+        seconds = self._best(lambda: device.blas.product(buffers.x, a, weight, rows))
+        return 2.0 * rows * len(weight) * hidden / seconds
 
     def _best(self, work: Callable[[], None]) -> float:
         """Seconds of the device from before to after, in the quickest round after a first one."""
