@@ -18,14 +18,19 @@ from tinyvllm_cli.backends.gpu.nvrtc import load_nvrtc
 from tinyvllm_cli.errors import DeviceError
 
 SOURCES = kernel_sources()
-PARAMETER = re.compile(r"\.param \.(\w+) (?:\.ptr [^,\n]*?)?(\w+)_param_(\d+)")
-PTX_TYPES = {"u64": "P", "u32": "i", "f32": "f"}  # what the compiler made of a parameter
+PARAMETER = re.compile(r"\.param (?:\.align 64 )?\.(\w+) (?:\.ptr [^,\n]*?)?(\w+)_param_(\d+)")
+PTX_TYPES = {"u64": "P", "u32": "i", "f32": "f", "b8": "T"}  # what the compiler made of a parameter
 
 
 class Attribute(ctypes.Structure):
-    """CUlaunchAttribute of cuda.h, its value as the one that is used."""
+    """CUlaunchAttribute of cuda.h, its value as the two that are used: one number, or those of clusters (4)."""
 
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int * 3),
+        ("rest", ctypes.c_char * 52),
+    )
 
 
 class Config(ctypes.Structure):
@@ -46,7 +51,14 @@ class FakeDriver:
 
     def __init__(self, letters: str, status: int = 0) -> None:
         self.launched: list[tuple[Any, ...]] = []
-        types = {"P": ctypes.c_uint64, "i": ctypes.c_int, "I": ctypes.c_uint, "q": ctypes.c_int64, "f": ctypes.c_float}
+        types: dict[str, Any] = {
+            "T": ctypes.c_char * 128,
+            "P": ctypes.c_uint64,
+            "i": ctypes.c_int,
+            "I": ctypes.c_uint,
+            "q": ctypes.c_int64,
+            "f": ctypes.c_float,
+        }
         pointers = ctypes.POINTER(ctypes.c_void_p)
         prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Config), ctypes.c_uint64, pointers, ctypes.c_void_p)
 
@@ -55,7 +67,15 @@ class FakeDriver:
             attributes = [read.attributes[i] for i in range(read.num_attributes)]
             values = [types[letter].from_address(parameters[i]).value for i, letter in enumerate(letters)]
             settings = (tuple(read.grid), tuple(read.block), read.shared, read.stream)
-            self.launched.append((function, settings, [(a.id, a.value) for a in attributes], values, extra))
+            self.launched.append(
+                (
+                    function,
+                    settings,
+                    [(a.id, *a.value) if a.id == 4 else (a.id, a.value[0]) for a in attributes],
+                    values,
+                    extra,
+                )
+            )
             return status
 
         self._callback = prototype(call)  # kept for the address
@@ -86,7 +106,8 @@ def test_every_parameter_arrives_as_the_compiler_wants_it(file: str):
     found = parameter_formats(SOURCES[file])
     for kernel, letters in wanted.items():
         driver = FakeDriver(letters)
-        numbers = [2**40 + i if letter == "P" else i - 3 for i, letter in enumerate(letters)]
+        values = {"P": lambda i: 2**40 + i, "T": lambda i: bytes(range(i + 1, i + 128))}
+        numbers = [values.get(letter, lambda i: i - 3)(i) for i, letter in enumerate(letters)]
         args = tuple(array(n) if letter == "P" else n for n, letter in zip(numbers, letters, strict=True))
         Launch(driver.call, kernel, 2**47 + 1, found[kernel], programmatic=True)((3, 2), 128, args, 2**46 + 5, 77)
         settings = (3, 2, 1), (128, 1, 1), 77, 2**46 + 5
@@ -102,6 +123,16 @@ def test_a_launch_after_another_keeps_nothing_of_it():
         (1, ((5, 1, 1), (64, 1, 1), 1 << 20, 11), [], [9, -8, 0.5, 2**40, 7], None),
         (1, ((1, 2, 3), (32, 1, 1), 0, None), [], [0, 3, 0.25, -1, 0], None),
     ]
+
+
+@pytest.mark.parametrize("programmatic", [True, False])
+def test_a_launch_in_clusters_says_so_and_the_next_does_not(programmatic: bool):
+    driver = FakeDriver("P")
+    kernel = Launch(driver.call, "k", 1, "P", programmatic=programmatic)
+    kernel((4, 8), 64, (None,), 0, 0, (2, 4))
+    kernel((4, 8), 64, (None,), 0, 0)
+    early = [(6, 1)] * programmatic
+    assert [attributes for _, _, attributes, *_ in driver.launched] == [[(4, 2, 4, 1), *early], early]
 
 
 @pytest.mark.parametrize("args", [(), (None,), (None, 1, 2), (1, 1), (None, None), (None, 2**31), (None, 0.5)])

@@ -19,12 +19,16 @@ from tinyvllm_cli.errors import DeviceError
 DEFINITION = re.compile(
     r'extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+)?(\w+)\s*\(([^)]*)\)'
 )
-POINTER = "P"
-FORMATS = {"int": "i", "u32": "I", "i64": "q", "u64": "Q", "float": "f"}  # of parameters, as the module struct has them
+POINTER, TENSOR_MAP = "P", "T"
+# Of parameters, as the module struct has them, but for a CUtensorMap.
+FORMATS = {"int": "i", "u32": "I", "i64": "q", "u64": "Q", "float": "f", "TensorMap": TENSOR_MAP}
+TENSOR_MAP_BYTES = 128
 # CUlaunchConfig (cuda.h): grid and block in three dimensions, bytes of shared memory, stream, attributes, how many.
 CONFIG = struct.Struct("@7I P P I 4x")
 PROGRAMMATIC = struct.Struct("@i 4x i 60x")  # CUlaunchAttribute: its id, 8 bytes from there its value of 64 bytes
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # the id
+CLUSTER = struct.Struct("@i 4x 3I 52x")  # likewise
+CLUSTER_DIMENSION = 4
 
 
 def parameter_formats(source: str) -> dict[str, str]:
@@ -35,8 +39,12 @@ def parameter_formats(source: str) -> dict[str, str]:
 
 
 def _format(parameter: str) -> str:
-    kind = " ".join(word for word in parameter.split()[:-1] if word != "const")
+    kind = " ".join(word for word in parameter.split()[:-1] if word not in ("const", "__grid_constant__"))
     return POINTER if "*" in parameter else FORMATS[kind]
+
+
+def _struct_format(letters: str) -> str:
+    return "@" + letters.replace(TENSOR_MAP, f"{TENSOR_MAP_BYTES}s")
 
 
 def open_launch() -> Callable[..., int]:
@@ -59,17 +67,28 @@ class Launch:
         self._name = name
         self._function = ctypes.c_void_p(function)
         self._pointers = [letter == POINTER for letter in formats]
-        self._arguments = struct.Struct(f"@{formats}")
+        self._arguments = struct.Struct(_struct_format(formats))
         self._memory = ctypes.create_string_buffer(self._arguments.size)
         start = ctypes.addressof(self._memory)
-        ends = (struct.calcsize(f"@{part}") for part in accumulate(formats))
-        places = [start + end - struct.calcsize(letter) for end, letter in zip(ends, formats, strict=True)]
+        ends = (struct.calcsize(_struct_format(part)) for part in accumulate(formats))
+        sizes = (struct.calcsize(_struct_format(letter)) for letter in formats)
+        places = [start + end - size for end, size in zip(ends, sizes, strict=True)]
         self._places = (ctypes.c_void_p * len(places))(*places)
-        self._attribute = ctypes.create_string_buffer(PROGRAMMATIC.pack(PROGRAMMATIC_STREAM_SERIALIZATION, 1))
-        self._attributes = (ctypes.addressof(self._attribute), int(programmatic))
+        # That of clusters comes first: a launch without them skips it.
+        programmatic_one = PROGRAMMATIC.pack(PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+        self._attributes = ctypes.create_string_buffer(bytes(CLUSTER.size) + programmatic_one)
+        self._programmatic = int(programmatic)
         self._config = ctypes.create_string_buffer(CONFIG.size)
 
-    def __call__(self, grid: tuple[int, ...], block: int, args: tuple[Any, ...], stream: int, shared: int) -> None:
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: int,
+        args: tuple[Any, ...],
+        stream: int,
+        shared: int,
+        cluster: tuple[int, int] = (1, 1),
+    ) -> None:
         """Enqueue it; args and errors as Kernels.launch has them."""
         values = [
             (0 if arg is None else arg.data.ptr) if is_pointer else arg
@@ -77,7 +96,11 @@ class Launch:
         ]
         self._arguments.pack_into(self._memory, 0, *values)
         x, y, z = (*grid, 1, 1)[:3]
-        CONFIG.pack_into(self._config, 0, x, y, z, block, 1, 1, shared, stream, *self._attributes)
+        attributes, count = ctypes.addressof(self._attributes) + CLUSTER.size, self._programmatic
+        if cluster != (1, 1):
+            CLUSTER.pack_into(self._attributes, 0, CLUSTER_DIMENSION, *cluster, 1)
+            attributes, count = attributes - CLUSTER.size, count + 1
+        CONFIG.pack_into(self._config, 0, x, y, z, block, 1, 1, shared, stream, attributes, count)
         status = self._call(self._config, self._function, self._places, None)
         if status:
             raise DeviceError(f"the kernel {self._name} cannot be launched: {error_name(status)}")
