@@ -37,7 +37,7 @@ from tinyvllm_cli.types import Batch, Limits, Request, SlotOptions
 
 MARK = "tinyvllm_workload_time"
 KINDS = {  # what the names of kernels begin with
-    "products": ("product", "normed", "skinny"),
+    "products": ("product", "normed", "skinny", "medium"),
     "attention": ("attend",),
     "drawing": ("scan_rows", "sample_rows"),
 }

@@ -22,10 +22,12 @@ from unittest.mock import patch
 import figures_file
 from figures_file import shown, spread
 
+from tinyvllm_cli.backends.gpu import algorithms, cublas, tuning
 from tinyvllm_cli.backends.gpu import backend as gpu_backend
-from tinyvllm_cli.backends.gpu import cublas, tuning
+from tinyvllm_cli.backends.gpu.algorithms import Search
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
 from tinyvllm_cli.backends.gpu.cublas import Blas
+from tinyvllm_cli.backends.gpu.cublas_api import Heuristic
 from tinyvllm_cli.backends.gpu.timing import GpuTiming
 from tinyvllm_cli.bench.meter import Meter
 from tinyvllm_cli.bench.runner import Trial, run_trial
@@ -40,33 +42,44 @@ ALL_SCHEMES = 7  # CUBLASLT_REDUCTION_SCHEME_MASK: every way to add up parts of 
 MEMORY = 36 << 30  # bytes for each of the three
 
 
+class FreeSearch(Search):
+    """Finds the algorithms that split K, too, behind those that do not."""
+
+    def algorithms(self) -> list[Heuristic]:
+        in_order = super().algorithms()
+        with (
+            patch.object(algorithms, "REDUCTION_SCHEME_NONE", ALL_SCHEMES),
+            patch.object(FreeSearch, "_splits_k", _never),
+        ):
+            found = super().algorithms()
+        return in_order + [each for each in found if self._splits_k(each)]
+
+
 class FreeBlas(Blas):
-    """Offers the algorithms that split K behind those that do not."""
+    """Offers what a free search finds."""
 
     own_kernels = True
 
-    def _find_algorithms(self, desc: int, weight: int, a: int, out: int) -> list[cublas.Heuristic]:
-        layouts = desc, weight, a, out
-        in_order = super()._find_algorithms(*layouts)
-        with patch.object(cublas, "REDUCTION_SCHEME_NONE", ALL_SCHEMES), patch.object(FreeBlas, "_splits_k", _never):
-            found = super()._find_algorithms(*layouts)
-        return in_order + [each for each in found if self._splits_k(each)]
+    def _make_plan(self, *args: Any) -> Any:
+        with patch.object(cublas, "Search", FreeSearch):
+            return super()._make_plan(*args)
 
-    def offers_skinny(self, *args: Any, **kwargs: Any) -> bool:
-        return self.own_kernels and super().offers_skinny(*args, **kwargs)
+    def offers_own(self, *args: Any, **kwargs: Any) -> bool:
+        return self.own_kernels and super().offers_own(*args, **kwargs)
 
     def splitting(self) -> dict[str, int]:
         """Of the shapes that were asked for: how many there are, and how many of them run with K split."""
-        plans = [plan for key, plan in self._plans.items() if plan is not None and key not in self._skinny]
+        plans = [plan for key, plan in self._plans.items() if plan is not None and key not in self._own]
         chosen = [next(each for each in plan.found if addressof(each) == plan._algo.value) for plan in plans]
-        return {"shapes": len(plans), "split": sum(map(self._splits_k, chosen))}
+        search = Search(self._library, self._lt_handle, 0, (0, 0, 0, 0))  # for no product: it only looks at algorithms
+        return {"shapes": len(plans), "split": sum(map(search._splits_k, chosen))}
 
 
 class FreeCublas(FreeBlas):
     own_kernels = False
 
 
-def _never(self: Blas, found: Any) -> bool:  # noqa: ARG001
+def _never(self: Search, found: Any) -> bool:  # noqa: ARG001
     return False
 
 
@@ -76,7 +89,7 @@ def fastest(device: Any, product: Any, rows: int, choices: Sequence[Callable[[],
     for choose in choices:
         choose()
         try:
-            device.blas.product(**product.arguments(rows))
+            product.run(device.blas, rows)
             times.append(tuning._time(device, product, rows))
         except DeviceError:
             times.append(float("inf"))
@@ -91,7 +104,11 @@ def choosing(blas: type[Blas]) -> Iterator[None]:
     def tune(device: Any, parameters: Any, max_rows: int, cache: Any) -> None:  # noqa: ARG001
         tuning.tune(device, parameters, max_rows, None)
 
-    patches = [patch.object(gpu_backend, "tune", tune), patch.object(gpu_backend, "Blas", blas)]
+    def is_tuned(*args: Any) -> bool:  # noqa: ARG001
+        return False
+
+    patches = [patch.object(gpu_backend, "tune", tune), patch.object(gpu_backend, "is_tuned", is_tuned)]
+    patches += [patch.object(gpu_backend, "Blas", blas)]
     if issubclass(blas, FreeBlas):
         # Products that add run on many rows only because algorithms that do not split K are slow for fewer.
         patches += [patch.object(tuning, "_fastest", fastest), patch.object(cublas, "ADD_ROWS", 1)]

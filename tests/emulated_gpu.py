@@ -146,7 +146,7 @@ class Blas:
         self._stream.cuda.enqueue(self._stream.ptr, run, tuple(array.data.ptr for array in arrays))
         self._counts["cublasLt"] += 1
 
-    def is_skinny(self, *arrays: np.ndarray) -> bool:
+    def is_own(self, *arrays: np.ndarray) -> bool:
         """All run as above."""
         return False
 

@@ -1,15 +1,16 @@
-"""Laws of our own products of few rows, on any device for ops: test_gpu_skinny.py on the card, test_emulated_skinny.py
-on the processor."""
+"""Laws of our own products, on any device for ops: test_gpu_skinny.py and test_gpu_medium.py on the card,
+test_emulated_skinny.py on the processor."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from gpu_tools import NUMPY_DTYPE, Array, OpDevice, assert_close, assert_same_bits, rounded
+from gpu_tools import NUMPY_DTYPE, Array, OpDevice, assert_close, assert_same_bits, read, rounded
 
 from tinyvllm_cli.backends.gpu import skinny
 
+CHAIN = 24  # products that each read what the one before wrote
 MODES = ("elem", "float32", "add")  # of the output; add: into float32
 NOISE = 2.0**-9  # what is left of a sum that cancels, as a share of its terms
 
@@ -33,15 +34,16 @@ def before_of(mode: str, rows: int, n: int) -> Array:
     return np.random.default_rng(n).standard_normal((rows, n), np.float32)
 
 
-def multiplied(device: OpDevice, a: Array, weight: Array, mode: str, *, ld: int) -> Array:
-    """The product, with NaN in all that must not count; nothing but its rows and columns may have changed."""
+def multiplied(device: OpDevice, a: Array, weight: Array, mode: str, *, ld: int, kernels: Any = skinny) -> Array:
+    """The product by the kernels of a module, with NaN in all that must not count; nothing but its rows and columns may
+    have changed."""
     (rows, k), n = a.shape, len(weight)
     first = np.full((rows, ld), np.nan, np.float32)
     first[:, :n] = before_of(mode, rows, n)
     out = device.poisoned((rows + 2, ld), NUMPY_DTYPE[device.dtype if mode == "elem" else "float32"], first=first)
     given_a, given_weight = device.poisoned((rows + 2, k), first=a), device.poisoned((n + 2, k), first=weight)
     arrays = (out.array, given_a.array, given_weight.array[:n])
-    skinny.multiply(device.kernels, device.stream, *arrays, rows, add=mode == "add")
+    kernels.multiply(device.kernels, device.stream, *arrays, rows, add=mode == "add")
     found = out.read()
     others = np.isnan(found)
     others[:rows, :n] = True
@@ -49,13 +51,15 @@ def multiplied(device: OpDevice, a: Array, weight: Array, mode: str, *, ld: int)
     return found[:rows, :n]
 
 
-def is_right(device: OpDevice, rows: int, n: int, k: int, mode: str, *, ld: int) -> None:
+def is_right(
+    device: OpDevice, rows: int, n: int, k: int, mode: str, *, ld: int, kernels: Any = skinny, name: str = "skinny"
+) -> None:
     """Against float64."""
     a, weight = operands(device, rows, n, k, cancels=False)
-    found, before = multiplied(device, a, weight, mode, ld=ld), np.nan_to_num(before_of(mode, rows, n))
+    found, before = multiplied(device, a, weight, mode, ld=ld, kernels=kernels), np.nan_to_num(before_of(mode, rows, n))
     a64, weight64 = a.astype(np.float64), weight.astype(np.float64)
     assert_close(
-        f"skinny {mode}",
+        f"{name} {mode}",
         found,
         a64 @ weight64.T + before,
         dtype=device.dtype if mode == "elem" else "float32",
@@ -153,3 +157,40 @@ def is_as_its_parts_up_to_the_cache(device: OpDevice, rows: int, k: int, *, with
         np.isfinite(found[0].read()[:rows]).all()
         and np.isfinite(found[1].read()).sum() == rows * 2 * kv_heads * head_dim
     )
+
+
+def waits_for_what_it_reads(device: OpDevice, rows: int, *, captured: bool, kernels: Any = skinny) -> None:
+    """Each product of a chain reads what the one before wrote, and starts while that one runs, where the card can do
+    so. The weights permute and halve, so the end is exact and known."""
+    size = 2048
+    rng = np.random.default_rng(rows)
+    orders = [rng.permutation(size) for _ in range(CHAIN)]
+    x = rng.integers(-8, 9, (rows, size)).astype(np.float32)
+    weights = []
+    for order in orders:
+        host = np.zeros((size, size), NUMPY_DTYPE[device.dtype])
+        host[np.arange(size), order] = 0.5
+        weights.append(device.upload(host))
+    wanted = x
+    for order in orders:
+        wanted = wanted[:, order] * np.float32(0.5)
+    buffers = [device.upload(x, device.dtype), device.upload(np.zeros_like(x), device.dtype)]
+    first = device.upload(x, device.dtype)
+
+    def enqueue() -> None:
+        for i, weight in enumerate(weights):
+            arrays = (buffers[(i + 1) % 2], buffers[i % 2], weight)
+            kernels.multiply(device.kernels, device.stream, *arrays, rows, add=False)
+
+    enqueue()  # the kernel is loaded
+    read(buffers[0])
+    graph = None
+    if captured:
+        device.stream.begin_capture()
+        enqueue()
+        graph = device.stream.end_capture()
+    for turn in range(20):
+        buffers[0].data.copy_from_device(first.data, first.nbytes)
+        read(buffers[0])
+        enqueue() if graph is None else graph.launch(device.stream)
+        assert_same_bits(f"turn {turn}", read(buffers[CHAIN % 2]), rounded(wanted, device.dtype))

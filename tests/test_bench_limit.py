@@ -98,6 +98,8 @@ def test_a_limit_is_the_sum_of_those_of_its_steps():
     whole, found = sum(steps, prompts), limit([(10, 2), (20, 3)], config)
     assert (found.steps, found.bytes, found.flops) == (whole.steps, whole.bytes, whole.flops)
     assert found.seconds == pytest.approx(whole.seconds)
+
+
 def test_layers_in_fp8_have_a_byte_a_weight_and_a_rate_of_their_own():
     """By hand, where reading takes longer and where multiplying does; the head is in 16 bits."""
     body, head, kv = 1_235_746_816 - 262_668_288, 262_668_288, 2 * 16_384

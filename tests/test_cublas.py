@@ -146,7 +146,8 @@ class FakeKernels:
 
     shared_limit = 227 << 10
 
-    def __init__(self) -> None:
+    def __init__(self, arch: str = "sm_90a") -> None:
+        self.arch = arch
         self.counts: Counter[str] = Counter()
         self.launched: list[tuple[str, int]] = []  # kernel, rows
 
@@ -213,7 +214,7 @@ def test_products_of_codes_may_have_other_tiles():
     assert blas.num_algorithms(**arrays, rows=1) == 1 + 2 * len(CODE_CLUSTERS)
     blas.choose(3, **arrays, rows=1)
     blas.product(**arrays, rows=1, scales=scales)
-    assert not blas.offers_skinny(**arrays, rows=1)
+    assert not blas.offers_own(**arrays, rows=1)
 
 
 @pytest.mark.parametrize("libraries", [FakeLibraries(splits=()), FakeLibraries(scales=False)], ids=["none", "old"])
@@ -256,14 +257,14 @@ def test_few_rows_run_by_our_own_kernel_once_it_is_chosen(name: str, dtype: Any,
     _, a, weight, _ = operands(capacity=128)
     product = {"out": out_of(dtype), "a": a, "weight": weight, "add": add}
     blas.product(**product, rows=3)
-    blas.choose_skinny(True, **product, rows=4)
+    blas.choose_own(True, **product, rows=4)
     for rows in (2, 3, 4, 5, 16):  # 3 and 4 are padded to 4
-        assert blas.is_skinny(product["out"], a, weight, rows) == (rows in (3, 4) and not add)
-        assert blas.offers_skinny(**product, rows=rows)
+        assert blas.is_own(product["out"], a, weight, rows) == (rows in (3, 4) and not add)
+        assert blas.offers_own(**product, rows=rows)
         blas.product(**product, rows=rows)
     assert kernels.launched == [(f"skinny_{name}", 3), (f"skinny_{name}", 4)]
-    blas.choose_skinny(False, **product, rows=4)
-    assert not blas.is_skinny(product["out"], a, weight, 4)
+    blas.choose_own(False, **product, rows=4)
+    assert not blas.is_own(product["out"], a, weight, 4)
     blas.product(**product, rows=3)
     assert len(kernels.launched) == 2
     assert libraries.calls.count("cublasLtMatmul") == kernels.counts["cublasLt"] == 5
@@ -273,11 +274,12 @@ def test_our_own_kernel_is_offered_where_there_is_one_and_bits_that_it_must_have
     _, a, weight, _ = operands(capacity=128)
     product = {"a": a, "weight": weight}
     blas = make_blas(FakeLibraries(), FakeKernels())
-    assert blas.offers_skinny(out_of(np.float16), **product, rows=16)
-    assert not blas.offers_skinny(out_of(np.float16), **product, rows=17)
-    assert not blas.offers_skinny(out_of(np.float16), **product, rows=16, add=True)
-    assert not make_blas(FakeLibraries()).offers_skinny(out_of(np.float16), **product, rows=16)
-    assert not make_blas(FakeLibraries(splits=()), FakeKernels()).offers_skinny(out_of(np.float16), **product, rows=16)
+    assert blas.offers_own(out_of(np.float16), **product, rows=16)
+    assert blas.offers_own(out_of(np.float16), **product, rows=17)
+    assert not make_blas(FakeLibraries(), FakeKernels("sm_89")).offers_own(out_of(np.float16), **product, rows=17)
+    assert not blas.offers_own(out_of(np.float16), **product, rows=16, add=True)
+    assert not make_blas(FakeLibraries()).offers_own(out_of(np.float16), **product, rows=16)
+    assert not make_blas(FakeLibraries(splits=()), FakeKernels()).offers_own(out_of(np.float16), **product, rows=16)
 
 
 def test_the_workspace_is_given_after_the_stream():

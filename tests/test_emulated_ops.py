@@ -21,7 +21,7 @@ pytestmark = pytest.mark.emulated
 
 @functools.cache
 def open_device(dtype: DtypeName, head_dim: int = 64) -> OpDevice:
-    kernels, blas = EmulatedKernels(dtype, head_dim), SimpleNamespace(product=product, is_skinny=lambda *arrays: False)
+    kernels, blas = EmulatedKernels(dtype, head_dim), SimpleNamespace(product=product, is_own=lambda *arrays: False)
     return OpDevice(dtype, head_dim, kernels, blas, stream=None, place=np.array)
 
 

@@ -97,7 +97,7 @@ class Products:
     def __init__(self, kernels: EmulatedKernels, few_in_one: bool) -> None:
         self.kernels, self.few_in_one = kernels, few_in_one
 
-    def is_skinny(self, *arrays: Any) -> bool:
+    def is_own(self, *arrays: Any) -> bool:
         return self.few_in_one
 
     def product(self, out: Any, a: Any, weight: Any, rows: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import skinny_laws
-from gpu_tools import DTYPES, NUMPY_DTYPE, Array, OpDevice, assert_same_bits, open_device, read, rounded
+from gpu_tools import DTYPES, NUMPY_DTYPE, Array, OpDevice, assert_same_bits, open_device, read
 
 from tinyvllm_cli.backends.gpu import skinny
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
@@ -20,7 +20,6 @@ LLAMA_1B = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 20
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 SMOLLM2_135M = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
 HEAD_ROWS = 40_000  # a weight with more rows is a head, whose results are float32
-CHAIN = 24  # products that each read what the one before wrote
 
 
 @pytest.mark.parametrize("mode", skinny_laws.MODES)
@@ -91,37 +90,4 @@ def ours(device: OpDevice) -> Any:
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "in-a-graph"])
 @pytest.mark.parametrize("rows", [1, 8, 16])
 def test_a_product_waits_for_what_it_reads(rows: int, captured: bool):
-    """Each of a chain reads what the one before wrote, and starts while that one runs, where the card can do so. The
-    weights permute and halve, so the end is exact and known."""
-    device, size = open_device("bfloat16"), 2048
-    rng = np.random.default_rng(rows)
-    orders = [rng.permutation(size) for _ in range(CHAIN)]
-    x = rng.integers(-8, 9, (rows, size)).astype(np.float32)
-    weights = []
-    for order in orders:
-        host = np.zeros((size, size), NUMPY_DTYPE["bfloat16"])
-        host[np.arange(size), order] = 0.5
-        weights.append(device.upload(host))
-    wanted = x
-    for order in orders:
-        wanted = wanted[:, order] * np.float32(0.5)
-    buffers = [device.upload(x, "bfloat16"), device.upload(np.zeros_like(x), "bfloat16")]
-    first = device.upload(x, "bfloat16")
-    product = ours(device)
-
-    def enqueue() -> None:
-        for i, weight in enumerate(weights):
-            product(buffers[(i + 1) % 2], buffers[i % 2], weight, rows, add=False)
-
-    enqueue()  # the kernel is loaded
-    read(buffers[0])
-    graph = None
-    if captured:
-        device.stream.begin_capture()
-        enqueue()
-        graph = device.stream.end_capture()
-    for turn in range(20):
-        buffers[0].data.copy_from_device(first.data, first.nbytes)
-        read(buffers[0])
-        enqueue() if graph is None else graph.launch(device.stream)
-        assert_same_bits(f"turn {turn}", read(buffers[CHAIN % 2]), rounded(wanted, "bfloat16"))
+    skinny_laws.waits_for_what_it_reads(open_device("bfloat16"), rows, captured=captured)

@@ -211,7 +211,12 @@ STREAM = SimpleNamespace(ptr=11)
 
 def loaded(binary: bytes = b"good", *, programmatic: bool = True) -> Kernels:
     return Kernels(
-        dict.fromkeys(FILES, binary), kernel_sources(), {}, programmatic=programmatic, shared_limit=227 << 10
+        dict.fromkeys(FILES, binary),
+        kernel_sources(),
+        {},
+        arch="sm_90a",
+        programmatic=programmatic,
+        shared_limit=227 << 10,
     )
 
 
@@ -220,7 +225,7 @@ def test_a_launch_hands_over_what_it_is_given(launches: list[tuple[Any, ...]], p
     some, args = loaded(programmatic=programmatic), (object(), None, 3)
     some.launch("add_bias", (2, 5), 128, args, stream=STREAM, shared=64)
     made = ("call", "add_bias", "add_bias", "PPii")
-    assert launches == [(made, {"programmatic": programmatic}, ((2, 5), 128, args, 11, 64))]
+    assert launches == [(made, {"programmatic": programmatic}, ((2, 5), 128, args, 11, 64, (1, 1)))]
 
 
 @pytest.mark.usefixtures("launches")

@@ -52,7 +52,7 @@ def test_without_the_rule_every_algorithm_is_offered_once_those_in_order_first()
 
 @pytest.mark.parametrize(("kind", "offered"), [("FreeBlas", True), ("FreeCublas", False)])
 def test_our_own_kernels_are_there_or_not(kind: str, offered: bool):
-    assert blas_of(getattr(cost, kind)).offers_skinny(*operands()) == offered
+    assert blas_of(getattr(cost, kind)).offers_own(*operands()) == offered
 
 
 def test_without_the_rule_the_quickest_is_chosen_whatever_its_bits():

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tinyvllm_cli.backends.gpu import skinny
+from tinyvllm_cli.backends.gpu import medium, skinny
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
 from tinyvllm_cli.backends.gpu.tuning import MAX_ROWS, is_tuned, recall, tune
 from tinyvllm_cli.errors import DeviceError
@@ -51,7 +51,7 @@ def summed(a: Any, weight: Any, parts: int, start: Any = 0) -> Any:
 class Library:
     """times[i]: milliseconds of algorithm i; other_bits: algorithms that sum otherwise; broken: those that fail.
 
-    skinny: milliseconds of our own kernel for few rows, None where there is none; skinny_sums: "in order", "split", or
+    own: milliseconds of our own kernels, None where there is none; own_sums: "in order", "split", or
     "on" from what it is to add to, which the others add at the end.
     """
 
@@ -62,13 +62,13 @@ class Library:
         times: list[float],
         other_bits: tuple[int, ...] = (),
         broken: tuple[int, ...] = (),
-        skinny: float | None = None,
-        skinny_sums: str = "in order",
+        own: float | None = None,
+        own_sums: str = "in order",
     ) -> None:
         self.times, self.other_bits, self.broken = times, other_bits, broken
-        self.skinny, self.skinny_sums = skinny, skinny_sums
+        self.own, self.own_sums = own, own_sums
         self.chosen: dict[tuple[Any, ...], int] = {}
-        self.skinny_chosen: dict[tuple[Any, ...], bool] = {}
+        self.own_chosen: dict[tuple[Any, ...], bool] = {}
         self.products, self.clock, self.started = 0, 0.0, 0.0
         self.captured: list[float] | None = None  # milliseconds of what is being captured
 
@@ -79,18 +79,18 @@ class Library:
     def choose(self, index: int, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
         self.chosen[weight.shape, rows, add] = index
 
-    def offers_skinny(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> bool:
-        assert rows == padded_rows(rows) <= 16
-        return self.skinny is not None and bool(self.times)
+    def offers_own(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> bool:
+        assert rows == padded_rows(rows)
+        return self.own is not None and bool(self.times)
 
-    def choose_skinny(self, chosen: bool, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
-        self.skinny_chosen[weight.shape, rows, add] = chosen
+    def choose_own(self, chosen: bool, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
+        self.own_chosen[weight.shape, rows, add] = chosen
 
     def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool, scales: Any) -> None:
         """Past its rows an algorithm of cublasLt's leaves anything."""
         padded, sums_on = padded_rows(rows, add=add, codes=scales is not None), False
-        if self.skinny_chosen.get((weight.shape, rows, add), False):
-            took, splits, sums_on, padded = self.skinny, self.skinny_sums == "split", self.skinny_sums == "on", rows
+        if self.own_chosen.get((weight.shape, rows, add), False):
+            took, splits, sums_on, padded = self.own, self.own_sums == "split", self.own_sums == "on", rows
         else:
             index = self.chosen[weight.shape, padded, add]
             if index in self.broken:
@@ -206,14 +206,14 @@ def test_the_quickest_with_the_bits_of_the_first_is_chosen():
         (0.5, "on", True, False),  # which only shows where there is something to add to
     ],
 )
-def test_our_own_kernel_runs_few_rows_where_it_is_quicker_and_has_the_bits(
+def test_our_own_kernel_runs_where_it_is_quicker_and_has_the_bits(
     milliseconds: float, sums: str, plain: bool, adding: bool
 ):
-    library = tuned(Library([5.0, 1.0], skinny=milliseconds, skinny_sums=sums), None)
-    assert library.skinny_chosen == {
+    library = tuned(Library([5.0, 1.0], own=milliseconds, own_sums=sums), None)
+    assert library.own_chosen == {
         (shape, rows, add): adding if add else plain
         for name, shape in SHAPES.items()
-        for rows in (1, 2, 4, 8, 16)
+        for rows in (1, 2, 4, 8, 16, 32)
         for add in [name in ("o", "down")]
     }
     assert set(library.chosen.values()) == {1}
@@ -238,12 +238,14 @@ def test_products_of_codes_are_chosen_by_their_bits_too():
     assert layers == {16: 2, 32: 2}
 
 
-def test_other_kernels_are_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    first = tuned(Library([1.0], skinny=0.5), tmp_path)
-    again = tuned(Library([1.0], skinny=2.0), tmp_path)
-    assert again.products == 0 and again.skinny_chosen == first.skinny_chosen
-    monkeypatch.setattr(skinny, "digest", lambda: "another")
-    assert set(tuned(Library([1.0], skinny=2.0), tmp_path).skinny_chosen.values()) == {False}
+@pytest.mark.parametrize(("module", "rows"), [(skinny, {1, 2, 4, 8, 16}), (medium, {32})])
+def test_other_kernels_are_timed_again(module: Any, rows: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first = tuned(Library([1.0], own=0.5), tmp_path)
+    again = tuned(Library([1.0], own=2.0), tmp_path)
+    assert again.products == 0 and again.own_chosen == first.own_chosen
+    monkeypatch.setattr(module, "digest", lambda: "another")
+    others = tuned(Library([1.0], own=2.0), tmp_path).own_chosen
+    assert {of_rows for (_, of_rows, _), chosen in others.items() if not chosen} == rows
 
 
 def test_only_what_decodes_is_timed():
@@ -260,12 +262,12 @@ def test_what_was_timed_is_remembered_for_card_and_library(tmp_path: Path):
 
 
 def test_what_is_remembered_is_chosen_without_touching_the_card(tmp_path: Path):
-    first, again = tuned(Library([5.0, 1.0], skinny=0.5), tmp_path), Library([5.0, 1.0], skinny=0.5)
+    first, again = tuned(Library([5.0, 1.0], own=0.5), tmp_path), Library([5.0, 1.0], own=0.5)
     device, parameters = subject(again)
     assert is_tuned(device, parameters, 20, tmp_path)
     device.stream = device.card.cuda = None
     recall(device, parameters, 20, tmp_path)
-    assert (again.chosen, again.skinny_chosen) == (first.chosen, first.skinny_chosen)
+    assert (again.chosen, again.own_chosen) == (first.chosen, first.own_chosen)
 
 
 def test_all_is_remembered_only_of_the_same_kernels_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -328,5 +330,5 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path):
 
 
 def test_a_product_without_algorithms_is_left_alone():
-    library = tuned(Library([], skinny=1.0), None)
-    assert library.chosen == library.skinny_chosen == {}
+    library = tuned(Library([], own=1.0), None)
+    assert library.chosen == library.own_chosen == {}

@@ -18,7 +18,7 @@ Both operands are then read along K, the way they lie. C is D itself: beta = 1 a
 **Row invariance.** An algorithm that splits K sums a row in another order than one that does not, so the bits of a row
 would depend on which was picked, and that depends on the number of rows. Algorithms without split K agree with each
 other on the cards where it was measured (`tinyvllm doctor` measures the card at hand), so they alone are picked, and
-our own kernels for few rows have their bits too (skinny.py); which of all is the fastest, tuning.py measures.
+our own kernels have their bits too (skinny.py, medium.py); which of all is the fastest, tuning.py measures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tinyvllm_cli.backends.gpu import skinny
+from tinyvllm_cli.backends.gpu import medium, skinny
 from tinyvllm_cli.backends.gpu.algorithms import Search
 from tinyvllm_cli.backends.gpu.cublas_api import (
     BLAS_SIGNATURES,
@@ -93,7 +93,7 @@ class Blas:
     @classmethod
     def create(cls, stream: Any, workspace: Any, kernels: Kernels | None = None) -> Blas:
         """Handles on a CuPy stream; `workspace`: device memory (a CuPy array of bytes, 32 MiB) for them alone;
-        kernels: ours, for products of few rows; without them there is cuBLAS alone.
+        kernels: ours, for products of up to 256 rows; without them there is cuBLAS alone.
 
         DeviceError where a library is missing or refuses this driver or card.
         """
@@ -112,7 +112,7 @@ class Blas:
         )
         self._counts: Counter[str] = Counter() if kernels is None else kernels.counts
         self._runs: dict[_Key, _Run] = {}
-        self._skinny: set[_Key] = set()  # those of them that are our own kernel
+        self._own: set[_Key] = set()  # those of them that are our own kernel
         self._plans: dict[_Key, Plan | None] = {}  # None: cublasLt offers no algorithm for that shape
         try:
             self._handle = self._library.create("cublas", "_v2")
@@ -178,24 +178,27 @@ class Blas:
         assert plan is not None
         plan.choose(index)
 
-    def offers_skinny(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> bool:
+    def offers_own(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> bool:
         """Whether a product may run by our own kernel: there is one, and an algorithm whose bits it has to have."""
-        has_kernel = self._kernels is not None and not _is_code(weight) and skinny.fits(out, rows, add=add)
+        kernels = self._kernels
+        has_kernel = (
+            kernels is not None and not _is_code(weight) and _own(rows).fits(kernels, out, weight, rows, add=add)
+        )
         return has_kernel and self.num_algorithms(out, a, weight, rows, add=add) > 0
 
-    def choose_skinny(self, chosen: bool, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
+    def choose_own(self, chosen: bool, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
         """From now on products of this shape, on as many padded rows, run by our own kernel, or not."""
         key = _key(out, a, weight, padded_rows(rows), add)
         self._runs.pop(key, None)
-        self._skinny.discard(key)
+        self._own.discard(key)
         if chosen:
             assert self._kernels is not None
-            self._skinny.add(key)
-            self._runs[key] = partial(skinny.multiply, self._kernels, self._stream, add=add)
+            self._own.add(key)
+            self._runs[key] = partial(_own(rows).multiply, self._kernels, self._stream, add=add)
 
-    def is_skinny(self, out: Any, a: Any, weight: Any, rows: int) -> bool:
+    def is_own(self, out: Any, a: Any, weight: Any, rows: int) -> bool:
         """Whether products of this shape, on as many padded rows, run by our own kernel."""
-        return _key(out, a, weight, padded_rows(rows), False) in self._skinny
+        return _key(out, a, weight, padded_rows(rows), False) in self._own
 
     @property
     def fallbacks(self) -> list[tuple[int, int, int]]:
@@ -251,6 +254,11 @@ class Blas:
             set_attribute(DESC_FAST_ACCUM, ctypes.c_int8(FAST_ACCUMULATION))
         except DeviceError:
             raise DeviceError(f"cuBLAS {self.version} is too old: {NEEDED_BY_CODES}") from None
+
+
+def _own(rows: int) -> Any:
+    """The module of our own kernels for so many rows."""
+    return skinny if rows <= skinny.MAX_ROWS else medium
 
 
 def _check(out: Any, a: Any, weight: Any, rows: int) -> None:

@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +50,10 @@ KERNELS = {
     "normed_product": "normed.cu",
     "normed_silu": "normed.cu",
     "normed_qkv": "normed_qkv.cu",
+    "medium_elem_1": "medium.cu",
+    "medium_elem_2": "medium_wide.cu",
+    "medium_add": "medium_add.cu",
+    "medium_qkv": "medium_qkv.cu",
     "fill_random": "random.cu",
     "sum_words": "read.cu",
 }
@@ -79,6 +84,14 @@ def kernel_sources() -> dict[str, str]:
             files = sorted(path for path in folder.iterdir() if path.suffix in (".cu", ".cuh"))
             return {path.name: path.read_text(encoding="utf-8") for path in files}
     raise DeviceError(f"the CUDA sources are missing from {PACKAGE / 'cuda'}: install tinyvllm-cli again")
+
+
+@cache
+def sources_digest(*names: str) -> str:
+    """Of those files of cuda/ and of the compiler."""
+    sources = kernel_sources()
+    text = "".join(sources[name] for name in names)
+    return hashlib.sha256(f"{load_nvrtc().version} {text}".encode()).hexdigest()[:12]
 
 
 def compile_options(arch: str, dtype: DtypeName, head_dim: int, kv_dtype: KVDtypeName = "auto") -> list[str]:
@@ -112,13 +125,14 @@ class Kernels:
         sources: Mapping[str, str],
         files: Mapping[str, Literal["compiled", "cached"]],
         *,
+        arch: str,
         programmatic: bool,
         shared_limit: int,
     ) -> None:
-        """programmatic: whether kernels may start before the end of the one before (Launch). shared_limit: bytes of
-        shared memory that the card gives to a block."""
+        """arch: what they were compiled for, as of target_arch. programmatic: whether kernels may start before the end
+        of the one before (Launch). shared_limit: bytes of shared memory that the card gives to a block."""
         self.counts: Counter[str] = Counter()
-        self.shared_limit = shared_limit
+        self.arch, self.shared_limit = arch, shared_limit
         self.files = dict(files)  # .cu file -> where its machine code came from
         self._code = Code()
         self._modules: dict[str, int] = {}
@@ -137,18 +151,28 @@ class Kernels:
         self._shared_limits: dict[str, int] = {}  # dynamic shared memory that a kernel may be launched with
 
     def launch(
-        self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], *, stream: Any, shared: int = 0
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        block: int,
+        args: tuple[Any, ...],
+        *,
+        stream: Any,
+        shared: int = 0,
+        cluster: tuple[int, int] = (1, 1),
     ) -> None:
         """Enqueue one kernel; a grid with a 0 in it launches nothing.
 
-        `args`: CuPy arrays, None (a null pointer) and numbers, in the order of the kernel's parameters, which say what
-        type a number gets. `shared`: bytes of dynamic shared memory. DeviceError where the driver refuses.
+        `args`: CuPy arrays, None (a null pointer), tensor maps (bytes) and numbers, in the order of the kernel's
+        parameters, which say what type a number gets. `shared`: bytes of dynamic shared memory. `cluster`: blocks that
+        work together, of which the grid has a multiple in x and y; more than one needs compute capability 9.0.
+        DeviceError where the driver refuses.
         """
         if 0 in grid:
             return
         if shared > self._shared_limits.get(name, 0):
             self._allow_shared(name, shared)
-        self._launches[name](grid, block, args, stream.ptr, shared)
+        self._launches[name](grid, block, args, stream.ptr, shared, cluster)
         self.counts[name] += 1
 
     def _allow_shared(self, name: str, shared: int) -> None:
@@ -194,7 +218,7 @@ def load_kernels(
     programmatic = (
         _number(arch) >= PROGRAMMATIC_ARCH and driver is not None and driver.cuda_version >= PROGRAMMATIC_DRIVER
     )
-    return Kernels(binaries, sources, files, programmatic=programmatic, shared_limit=shared_limit)
+    return Kernels(binaries, sources, files, arch=arch, programmatic=programmatic, shared_limit=shared_limit)
 
 
 def _number(arch: str) -> int:

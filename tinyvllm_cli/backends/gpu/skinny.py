@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from functools import cache
 from typing import Any, NamedTuple
 
-from tinyvllm_cli.backends.gpu.kernels import Kernels, kernel_sources
-from tinyvllm_cli.backends.gpu.nvrtc import load_nvrtc
+from tinyvllm_cli.backends.gpu.kernels import Kernels, sources_digest
 
 MAX_ROWS = 16
 # The kernels that norm do so in every block, row after row: of more rows one kernel for each is quicker.
@@ -41,15 +38,12 @@ def normed_shared_bytes(tiling: Tiling, rows: int, k: int) -> int:
     return tiling.shared_bytes(0) + rows * (2 * (-(-k // PAIR) * PAIR) + 16)
 
 
-@cache
 def digest() -> str:
     """Of the kernels' sources and compiler: what was found out about other ones does not hold for them."""
-    sources = kernel_sources()
-    text = "".join(sources[name] for name in ("skinny.cu", "skinny.cuh", "mma.cuh", "common.cuh"))
-    return hashlib.sha256(f"{load_nvrtc().version} {text}".encode()).hexdigest()[:12]
+    return sources_digest("skinny.cu", "skinny.cuh", "mma.cuh", "common.cuh")
 
 
-def fits(out: Any, rows: int, *, add: bool) -> bool:
+def fits(kernels: Kernels, out: Any, weight: Any, rows: int, *, add: bool) -> bool:  # noqa: ARG001  as medium.fits
     """Whether there is a kernel for such a product."""
     return rows <= MAX_ROWS and (out.dtype.name == "float32" or not add)
 

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from tinyvllm_cli.backends.gpu import cublas, skinny
+from tinyvllm_cli.backends.gpu import cublas, medium, skinny
 from tinyvllm_cli.backends.gpu.cublas import Blas, padded_rows
 from tinyvllm_cli.backends.gpu.device import Device
 from tinyvllm_cli.backends.gpu.plan import Scales
@@ -124,17 +124,21 @@ def _choices(blas: Blas, product: Product, max_rows: int) -> Iterator[tuple[int,
             choices = [partial(blas.choose, index, **arguments) for index in range(blas.num_algorithms(**arguments))]
             if choices:
                 yield rows, f"{len(choices)} algorithms", choices
-    for rows in sorted({padded_rows(rows) for rows in row_counts if rows <= skinny.MAX_ROWS}):
+    for rows in sorted({padded_rows(rows) for rows in row_counts}):
         arguments = product.arguments(rows)
-        if blas.offers_skinny(**arguments):
-            among = f"cublasLt and skinny {skinny.digest()}"
-            yield rows, among, [partial(blas.choose_skinny, chosen, **arguments) for chosen in (False, True)]
+        if rows <= len(product.a) and blas.offers_own(**arguments):
+            own = f"skinny {skinny.digest()}" if rows <= skinny.MAX_ROWS else f"medium {medium.digest()}"
+            yield (
+                rows,
+                f"cublasLt and {own}",
+                [partial(blas.choose_own, chosen, **arguments) for chosen in (False, True)],
+            )
 
 
 def _all_name(products: Sequence[Product], max_rows: int) -> str:
     """What stands for all choices for these products, as this version of the code has them."""
-    code = b"".join(Path(file).read_bytes() for file in (cublas.__file__, skinny.__file__, __file__))
-    names = [product.name(max_rows, skinny.digest()) for product in products]
+    code = b"".join(Path(file).read_bytes() for file in (cublas.__file__, skinny.__file__, medium.__file__, __file__))
+    names = [product.name(max_rows, f"{skinny.digest()} {medium.digest()}") for product in products]
     return "all of " + hashlib.sha256(code + repr(names).encode()).hexdigest()[:16]
 
 

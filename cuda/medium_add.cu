@@ -1,0 +1,50 @@
+// medium_add: products of 17 to 256 rows on Hopper, added: medium.cu has the contract.
+#include "medium_results.cuh"
+
+namespace {
+
+// visit(i, place) for each of a thread's sums that stands for a number of the result.
+template <typename T, typename Visit>
+__device__ __forceinline__ void visit_result(const Result<T, float>& result, Visit visit) {
+    const int lane = threadIdx.x % WARP, row = threadIdx.x / WARP * 16 + lane / 4, token = lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < T::TOKENS / 2; i++) {
+        const int of_token = i / 4 * 8 + token + i % 2, column = row + i % 4 / 2 * 8;
+        if (result.has(of_token, column)) visit(i, result.at(of_token, column));
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void product_add(const Operands& operands, float* out, int rows, int N, int ld) {
+    const int first_token = blockIdx.y * T::TOKENS, first = blockIdx.x * T::ROWS;
+    const Result<T, float> result{out, rows, N, ld, first_token, first};
+    float old[T::TOKENS / 2] = {};
+    auto load = [&] { visit_result(result, [&](int i, float* place) { old[i] = *place; }); };
+    product<T>(operands, load, [&](const float (&sums)[T::TOKENS / 2]) {
+        visit_result(result, [&](int i, float* place) { *place = __fadd_rn(old[i], sums[i]); });
+    });
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(192, 1)
+    medium_add(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap a, float* out, int rows,
+               int N, int K, int ld, int tokens, int stages) {
+    const Operands operands{weights, a, K, stages};
+    switch (tokens) {
+        case 32:
+            return product_add<Tile<1, 32, 2>>(operands, out, rows, N, ld);
+        case 40:
+            return product_add<Tile<1, 40, 2>>(operands, out, rows, N, ld);
+        case 48:
+            return product_add<Tile<1, 48, 2>>(operands, out, rows, N, ld);
+        case 64:
+            return product_add<Tile<1, 64, 2>>(operands, out, rows, N, ld);
+        case 72:
+            return product_add<Tile<1, 72, 2>>(operands, out, rows, N, ld);
+        case 96:
+            return product_add<Tile<1, 96, 2>>(operands, out, rows, N, ld);
+        case 128:
+            return product_add<Tile<1, 128, 2>>(operands, out, rows, N, ld);
+    }
+}

@@ -1,0 +1,111 @@
+// What becomes of the sums of medium.cuh: rounded, activated, and on their way to memory.
+#pragma once
+#include "medium.cuh"
+#include "silu.cuh"
+
+namespace {
+
+// A thread's sums are of few tokens and rows far apart; in memory a token's numbers lie side by side. So they go, as
+// elem, through where the ring was: a row for each of the block's tokens, its 16 bytes in an order that depends on the
+// token, so that no bank is asked twice.
+template <int CHUNKS>
+struct Results {
+    u32 start;
+
+    __device__ __forceinline__ u32 at(int token, int chunk) const {
+        constexpr int SPREAD = CHUNKS < 8 ? 8 / CHUNKS : 1;  // tokens whose rows lie in the same 128 bytes
+        return start + (token * CHUNKS + (chunk ^ (token / SPREAD & (CHUNKS < 8 ? CHUNKS : 8) - 1))) * 16;
+    }
+    // Of a warp two matrices of 8 numbers of 8 tokens from `token` on: of chunk `chunk` and the next, or of one chunk
+    // and 16 tokens. A lane has two neighbouring tokens of a number of each, the next lane two more.
+    __device__ __forceinline__ void store_chunks(int token, int chunk, u32 first, u32 second) const {
+        const int lane = threadIdx.x % WARP;
+        store_transposed(at(token + lane % 8, chunk + lane / 8 % 2), first, second);
+    }
+    __device__ __forceinline__ void store_tokens(int token, int chunk, u32 first, u32 second) const {
+        store_transposed(at(token + threadIdx.x % 16, chunk), first, second);
+    }
+};
+
+// Of the threads of all groups.
+template <typename T>
+__device__ __forceinline__ void groups_barrier() {
+    asm volatile("bar.sync 1, %0;" ::"n"(T::MULTIPLIERS * WARP) : "memory");
+}
+
+// The sums of all groups, rounded, each token's in a row; every thread of the groups calls it, and may read them then.
+template <typename T>
+__device__ __forceinline__ Results<T::ROWS / 8> rounded(const float (&sums)[T::TOKENS / 2]) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Results<T::ROWS / 8> results{shared_address(shared)};
+    groups_barrier<T>();  // the ring is read
+#pragma unroll
+    for (int i = 0; i < T::TOKENS / 2; i += 4)
+        results.store_chunks(i * 2, threadIdx.x / WARP * 2, pack(sums[i], sums[i + 1]), pack(sums[i + 2], sums[i + 3]));
+    groups_barrier<T>();
+    return results;
+}
+
+// The block's part of a result, and where it begins.
+template <typename T, typename Number>
+struct Result {
+    Number* out;
+    int rows, columns, ld, first_row, first_column;
+
+    __device__ __forceinline__ bool has(int token, int column) const {
+        return first_row + token < rows && first_column + column < columns;
+    }
+    __device__ __forceinline__ Number* at(int token, int column) const {
+        return out + static_cast<size_t>(first_row + token) * ld + first_column + column;
+    }
+    // From shared memory, 16 bytes a thread.
+    template <int CHUNKS>
+    __device__ __forceinline__ void take(const Results<CHUNKS>& results) const {
+#pragma unroll
+        for (int i = threadIdx.x; i < T::TOKENS * CHUNKS; i += T::MULTIPLIERS * WARP) {
+            const int token = i / CHUNKS, chunk = i % CHUNKS;
+            if (has(token, chunk * 8)) store16(at(token, chunk * 8), load_shared(results.at(token, chunk)));
+        }
+    }
+};
+
+// SiLU(gate) * up of the sums of all groups, rounded, each token's in a row: as rounded() in medium.cuh. The 16 rows of
+// a warp are 8 of gate and 8 of up, so a thread has both of a number.
+template <typename T>
+__device__ __forceinline__ Results<T::ROWS / 16> activated(const float (&sums)[T::TOKENS / 2], const float* bias,
+                                                           int first, int N) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Results<T::ROWS / 16> results{shared_address(shared)};
+    const int warp = threadIdx.x / WARP, row = first + warp * 16 + threadIdx.x % WARP / 4;
+    const bool adds = bias && row < N;
+    const float of_gate = adds ? bias[row] : 0.0f, of_up = adds ? bias[row + 8] : 0.0f;
+    auto number = [&](float gate, float up) {
+        if (adds) gate = __fadd_rn(gate, of_gate), up = __fadd_rn(up, of_up);
+        return __fmul_rn(silu(gate), up);
+    };
+    auto pair = [&](int i) {  // of two tokens
+        const u32 gates = pack(sums[i], sums[i + 1]), ups = pack(sums[i + 2], sums[i + 3]);
+        return pack(number(low_float(gates), low_float(ups)), number(high_float(gates), high_float(ups)));
+    };
+    groups_barrier<T>();  // the ring is read
+#pragma unroll
+    for (int i = 0; i < T::TOKENS / 2; i += 8) results.store_tokens(i * 2, warp, pair(i), pair(i + 4));
+    groups_barrier<T>();
+    return results;
+}
+
+template <typename T>
+__device__ __forceinline__ void product_elem(const Operands& operands, elem* out, const float* bias, int rows, int N,
+                                             int ld, int activates) {
+    const int first = blockIdx.x * T::ROWS, first_token = blockIdx.y * T::TOKENS;
+    product<T>(
+        operands, [] {},
+        [&](const float (&sums)[T::TOKENS / 2]) {
+            if (activates)
+                Result<T, elem>{out, rows, N / 2, ld, first_token, first / 2}.take(activated<T>(sums, bias, first, N));
+            else
+                Result<T, elem>{out, rows, N, ld, first_token, first}.take(rounded<T>(sums));
+        });
+}
+
+}  // namespace
