@@ -103,19 +103,20 @@ def workloads_table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def options_table(results: Sequence[Result]) -> Iterator[str]:
-    """Each run with options over the same one without."""
+    """Each run with options over the same one without, of one version of the program."""
     yield "| shape | workload | option | output tokens/s | without it | ratio |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name in MEASURED:
-        plain: dict[str, float] = {}
+        plain: dict[tuple[str, str | None], float] = {}
         for result in workloads(results, name):
             workload, speed = result["workload"]["name"], result["figures"]["tokens_per_s"]["median"]
+            version = workload, result.get("commit")
             if not options(result):
-                plain[workload] = speed
-            elif workload in plain:
+                plain[version] = speed
+            elif version in plain:
                 given = f"`{options(result)}`"
-                ratio = f"{speed / plain[workload]:.2f}"
-                yield f"| {name} | {workload} | {given} | {speed:,.0f} | {plain[workload]:,.0f} | {ratio} |"
+                ratio = f"{speed / plain[version]:.2f}"
+                yield f"| {name} | {workload} | {given} | {speed:,.0f} | {plain[version]:,.0f} | {ratio} |"
 
 
 def sweep_table(sweep: Result) -> Iterator[str]:

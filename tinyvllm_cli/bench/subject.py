@@ -105,6 +105,9 @@ class IdCodec(TextCodec):
     def answer(self, request: Request, prompt_ids: Sequence[int]) -> Answer:  # noqa: ARG002
         return cast(Answer, _NoText())
 
+    def token_bytes(self, token_id: int) -> bytes:  # noqa: ARG002
+        return b""
+
 
 @dataclass(frozen=True, slots=True)
 class _NumIds:
