@@ -12,15 +12,16 @@ there the shares of the limit tell more than tokens/s.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import figures_file
+from figures_file import BENCH, SWEEP, FigureFileError
+
 Result: TypeAlias = dict[str, Any]
-BENCH, SWEEP = "tinyvllm_bench", "tinyvllm_sweep"  # first keys
 SPEED, SHARE = "tokens/s", "of the limit"
 # What two files have to agree on, by their path in them, and two of `tinyvllm bench` beside; and what is only said.
 SAME = ("model.name", "config.hidden_size", "config.num_layers", "backend.dtype", "engine.dtype", "engine.kv_dtype")
@@ -30,7 +31,7 @@ SAID = ("backend.device", "backend.driver", "backend.cublas", "machine.cpu_model
 
 
 class NotComparableError(Exception):
-    """What is wrong with a file, or what differs between two."""
+    """What differs between two files, or why there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,15 @@ def _number(value: float) -> str:
 
 
 def read(path: Path) -> Result:
-    """NotComparableError where it is not one of the files above."""
-    try:
-        result = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise NotComparableError(f"{path} cannot be read: {error}") from None
-    if not isinstance(result, dict) or not {BENCH, SWEEP} & set(result):
-        raise NotComparableError(f"{path} is no result of `tinyvllm bench --json` or gpu_sweep.py --json")
+    """FigureFileError where it is not one of the files above."""
+    result = figures_file.read(path)
+    if not _is_ours(result):
+        raise FigureFileError(f"{path} is no result of `tinyvllm bench --json` or gpu_sweep.py --json")
     return result
+
+
+def _is_ours(result: Result) -> bool:
+    return bool({BENCH, SWEEP} & set(result))
 
 
 def at(result: Result, place: str) -> Any:
@@ -121,22 +123,17 @@ def said(before: Result, after: Result) -> Iterator[str]:
 
 
 def pairs(before: Path, after: Path) -> list[tuple[Path, Path]]:
-    """Two files, or those of two folders that have one name. NotComparableError where there are none."""
+    """Two files, or those of two folders that have one name; the other benchmarks' files of a folder are left out.
+
+    NotComparableError where there are none, FigureFileError where one of the first folder is broken.
+    """
     if not before.is_dir():
         return [(before, after / before.name if after.is_dir() else after)]
     found = [(path, after / path.name) for path in sorted(before.glob("*.json")) if (after / path.name).exists()]
+    found = [pair for pair in found if _is_ours(figures_file.read(pair[0]))]
     if not found:
-        raise NotComparableError(f"{before} and {after} have no .json file of one name")
-    return [pair for pair in found if _is_ours(pair[0])]
-
-
-def _is_ours(path: Path) -> bool:
-    """A folder may hold other benchmarks' files beside these."""
-    try:
-        read(path)
-    except NotComparableError:
-        return False
-    return True
+        raise NotComparableError(f"{before} and {after} have no .json file of figures of one name")
+    return found
 
 
 def main() -> None:
@@ -155,7 +152,7 @@ def main() -> None:
             print(*[each.row() for each in differences], "", sep="\n")
             least = (options.fail_below or 0) / 100
             slower += [f"{new}: {each.name}" for each in differences if SPEED in each.name and each.ratio < least]
-    except NotComparableError as error:
+    except (NotComparableError, FigureFileError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     if slower:

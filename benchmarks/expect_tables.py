@@ -3,11 +3,13 @@ the limit and the memory plan for cards that were not measured."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import figures_file
+from figures_file import BENCH, SWEEP, FigureFileError
 
 from tinyvllm_cli.backends.gpu.kv import plane_room
 from tinyvllm_cli.backends.gpu.memory import fit_memory
@@ -17,7 +19,7 @@ from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, KVDtypeName, ModelConf
 from tinyvllm_cli.model.random_weights import random_config
 
 Result: TypeAlias = dict[str, Any]
-BENCH, SWEEP, INVARIANCE = "tinyvllm_bench", "tinyvllm_sweep", "tinyvllm_row_invariance"  # first keys of files
+INVARIANCE = "tinyvllm_row_invariance"  # first key of a file
 WORKLOADS = ("latency", "mixed", "short", "prefix")
 SHAPES = ("llama-3.2-1b", "llama-3.1-8b")
 MEASURED = (*SHAPES, "smollm2-135m")
@@ -48,9 +50,12 @@ CARDS = (
 
 
 def read_results(folder: Path) -> list[Result]:
-    """Of the benchmarks that have a table or a picture, by name."""
-    found = [json.loads(path.read_bytes()) for path in sorted(folder.glob("*.json"))]
-    return [result for result in found if {BENCH, SWEEP, INVARIANCE} & set(result)]
+    """Of the benchmarks that have a table or a picture, by name. FigureFileError where a table has no place for one."""
+    found = {path: figures_file.read(path) for path in sorted(folder.glob("*.json"))}
+    for path, result in found.items():
+        if BENCH in result and (name := result["workload"]["name"]) not in WORKLOADS:
+            raise FigureFileError(f"{path} is of the workload {name}, wanted one of {', '.join(WORKLOADS)}")
+    return [result for result in found.values() if {BENCH, SWEEP, INVARIANCE} & set(result)]
 
 
 def shape(result: Result) -> str:
@@ -78,13 +83,23 @@ def _memory(given: float) -> str:
 
 
 def workloads(results: Sequence[Result], name: str) -> list[Result]:
-    """Of one shape, in the order of the workloads, those without options first."""
+    """Of one shape, in the order of the workloads, those without options first. Runs with options only beside one
+    without of the same version of the program: what an option does would be mixed up with what else has changed."""
     found = [result for result in results if BENCH in result and shape(result) == name]
+    plain = [_version(result) for result in found if not options(result)]
+    found = [result for result in found if _version(result) in plain]
     return sorted(found, key=lambda each: (WORKLOADS.index(each["workload"]["name"]), options(each)))
 
 
+def _version(result: Result) -> tuple[str, str | None]:
+    """Of a workload."""
+    return result["workload"]["name"], result.get("commit")
+
+
 def spread(found: dict[str, float], form: str) -> str:
-    return f"{found['median']:{form}} ({found['least']:{form}} - {found['most']:{form}})"
+    """Median (least - most); of one trial alone what it gave."""
+    median, least, most = (f"{found[name]:{form}}" for name in ("median", "least", "most"))
+    return median if found["least"] == found["most"] else f"{median} ({least} - {most})"
 
 
 def percent(share: float) -> str:
@@ -107,16 +122,15 @@ def options_table(results: Sequence[Result]) -> Iterator[str]:
     yield "| shape | workload | option | output tokens/s | without it | ratio |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name in MEASURED:
-        plain: dict[tuple[str, str | None], float] = {}
+        plain: dict[str, float] = {}
         for result in workloads(results, name):
             workload, speed = result["workload"]["name"], result["figures"]["tokens_per_s"]["median"]
-            version = workload, result.get("commit")
             if not options(result):
-                plain[version] = speed
-            elif version in plain:
+                plain[workload] = speed
+            else:
                 given = f"`{options(result)}`"
-                ratio = f"{speed / plain[version]:.2f}"
-                yield f"| {name} | {workload} | {given} | {speed:,.0f} | {plain[version]:,.0f} | {ratio} |"
+                ratio = f"{speed / plain[workload]:.2f}"
+                yield f"| {name} | {workload} | {given} | {speed:,.0f} | {plain[workload]:,.0f} | {ratio} |"
 
 
 def sweep_table(sweep: Result) -> Iterator[str]:

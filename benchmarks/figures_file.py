@@ -10,20 +10,64 @@ also a script that puts it into what `tinyvllm bench` has written, beside the ot
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from tinyvllm_cli.bench.bench import result_facts, subject_facts
 from tinyvllm_cli.bench.result_file import write_result_file
 from tinyvllm_cli.bench.subject import Subject
+from tinyvllm_cli.errors import TinyvllmError
 
 ROOT = Path(__file__).parent.parent
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class FigureFileError(Exception):
+    """What is wrong with a file, which it names."""
+
+
+class Spread(msgspec.Struct):
+    median: Positive
+    least: Positive
+    most: Positive
+
+
+class Figures(msgspec.Struct):
+    tokens_per_s: Spread
+    of_limit: Spread
+
+
+class Point(Figures):
+    slots: int
+    context: int
+
+
+class Workload(msgspec.Struct):
+    name: str
+
+
+class Bench(msgspec.Struct):
+    """What others read of a file of `tinyvllm bench`."""
+
+    workload: Workload
+    figures: Figures
+    start: dict[str, Positive] | None = None
+
+
+class Sweep(msgspec.Struct):
+    """The same of gpu_sweep.py."""
+
+    points: list[Point]
+
+
+BENCH, SWEEP = "tinyvllm_bench", "tinyvllm_sweep"  # first keys
+FORMS = {BENCH: Bench, SWEEP: Sweep}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +107,22 @@ def write(path: Path | None, content: Mapping[str, Any]) -> None:
         write_result_file(path, content, indent=1)
 
 
+def read(path: Path) -> dict[str, Any]:
+    """A file of any benchmark. FigureFileError where it is none, or one of FORMS that lacks figures."""
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise FigureFileError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict) or not content:
+        raise FigureFileError(f"{path} is no file of figures, wanted a JSON object with some")
+    for mark in content.keys() & FORMS:
+        try:
+            msgspec.convert(content, FORMS[mark])
+        except msgspec.ValidationError as error:
+            raise FigureFileError(f"{path} is no whole file of {mark}: {error}") from None
+    return content
+
+
 def with_commit(content: Mapping[str, Any], commit: str) -> dict[str, Any]:
     """The commit as the second key; the first one says what kind of file it is."""
     mark = next(iter(content))
@@ -74,8 +134,12 @@ def main() -> None:
     parser.add_argument("--commit", required=True)
     parser.add_argument("files", nargs="+", type=Path)
     options = parser.parse_args()
-    for path in options.files:
-        write(path, with_commit(json.loads(path.read_bytes()), options.commit))
+    try:
+        contents = [read(path) for path in options.files]  # before any is written
+        for path, content in zip(options.files, contents, strict=True):
+            write(path, with_commit(content, options.commit))
+    except (FigureFileError, TinyvllmError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

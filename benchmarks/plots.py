@@ -7,17 +7,16 @@ A test holds pictures and page to what this gives.
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import figures_file
 from charts import COLOURS, GREY, Axis, Bar, Picture, Plot, draw_bars, draw_legend, log_ticks, tint
 from expect_tables import (
-    BENCH,
     GPU_MEMORY,
     MEASURED,
     SHAPES,
-    SWEEP,
     Result,
     cards_table,
     invariance_table,
@@ -31,18 +30,20 @@ from expect_tables import (
     workloads,
     workloads_table,
 )
+from figures_file import BENCH, SWEEP, FigureFileError
 
 ROOT = Path(__file__).parent.parent
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 PAGE, PEER = DOCS / "what-to-expect.md", RESULTS / "vllm-0.26.json"
 LEFT, RIGHT = 96, 776  # pixels
+NAMES = 240  # of the names of workloads with their options
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def draw_sweep(sweep: Result) -> str:
     """Tokens/s and the share of the limit against slots, a line for each context."""
     device = sweep["backend"]["device"]
-    picture = Picture(740, f"Decode of {shape(sweep)} on one {device}", _about_sweep(sweep))
+    picture = Picture(740, f"Decode of {shape(sweep)} on one {device}, contexts in tokens", _about_sweep(sweep))
     slots = sorted({point["slots"] for point in sweep["points"]})
     contexts = sorted({point["context"] for point in sweep["points"]})
     speeds = [value for point in sweep["points"] for value in _speeds(point)]
@@ -84,8 +85,8 @@ def draw_workloads(results: Sequence[Result], peer: Result) -> str:
     about = "; ".join(f"{bar.name}: {percent(bar.share)}" for bars in groups.values() for bar in bars)
     picture = Picture(height, f"Workloads on one {device}, as shares of its limit", about)
     legend = (("tinyvllm", COLOURS[0]), (peer["peer"], tint(GREY, 0.4)))
-    draw_legend(picture, 58, legend, x=LEFT + 110, step=120)
-    across, y = Axis(0, 1, LEFT + 110, RIGHT - 90, SHARES, "of the limit"), 96.0
+    draw_legend(picture, 58, legend, x=NAMES, step=120)
+    across, y = Axis(0, 1, NAMES, RIGHT - 90, SHARES, "of the limit"), 96.0
     for name, bars in groups.items():
         picture.text(16, y + 2, name, bold=True)
         y = draw_bars(picture, bars, across, y + 14) + 22
@@ -142,7 +143,12 @@ def filled(page: str, found: dict[str, list[str]]) -> str:
 
 
 def main() -> None:
-    results, peer = read_results(RESULTS), json.loads(PEER.read_bytes())
+    try:
+        results, peer = read_results(RESULTS), figures_file.read(PEER)
+    except FigureFileError as error:
+        sys.exit(f"error: {error}")
+    if not workloads(results, SHAPES[0]):
+        sys.exit(f"error: {RESULTS} has no workload of {SHAPES[0]}, of which the table of other cards is made")
     for name, text in pictures(results, peer):
         (DOCS / name).write_text(text, encoding="utf-8")
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), tables(results)), encoding="utf-8")

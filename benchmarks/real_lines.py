@@ -2,9 +2,9 @@
 
     python benchmarks/real_lines.py FILE.jsonl [-m MODEL] [--rounds 3]
 
-FILE has lines for `tinyvllm run` with a custom_id each. The first process finds an empty cache, in which nothing is
-compiled or timed; the model's own files are fetched before. Then the same again, and once with the lines reversed: of
-every id the answer must be the same.
+FILE has lines for `tinyvllm run` with a custom_id each; some may fail. The first process finds an empty cache, in which
+nothing is compiled or timed; the model's own files are fetched before. Then the same again, and once with the lines
+reversed: of every id the answer must be the same.
 """
 
 from __future__ import annotations
@@ -21,23 +21,39 @@ from pathlib import Path
 from typing import Any
 
 KEPT = "models"  # of the cache: what was fetched
+ENDED = (0, 3)  # exit codes of a run that came to its end: all answered, or some lines failed
 
 
 def seconds(lines: Path, answers: Path, options: list[str], cache: Path) -> float:
-    """Of a whole process."""
+    """Of a whole process. SystemExit where it did not come to its end; it has said why."""
     command = [sys.executable, "-m", "tinyvllm_cli", "run", str(lines), "-o", str(answers), "--overwrite", "-q"]
     started = time.perf_counter()
-    subprocess.run([*command, *options], check=True, env={**os.environ, "TINYVLLM_CACHE": str(cache)})
+    ended = subprocess.run([*command, *options], check=False, env={**os.environ, "TINYVLLM_CACHE": str(cache)})
+    if ended.returncode not in ENDED:
+        sys.exit(f"error: tinyvllm run ended with {ended.returncode}")
     return time.perf_counter() - started
+
+
+def lines_with_ids(path: Path) -> list[bytes]:
+    """The lines of a file. SystemExit where it cannot be read, or an answer could not be told by its custom_id."""
+    try:
+        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+        for number, line in enumerate(lines, 1):
+            if json.loads(line).get("custom_id") is None:
+                sys.exit(f"error: request {number} of {path} has no custom_id, wanted one in each")
+    except (OSError, ValueError, AttributeError) as error:
+        sys.exit(f"error: {path} cannot be read, wanted JSON objects: {error}")
+    return lines
 
 
 def answers_by_id(path: Path) -> dict[Any, Any]:
     """custom_id -> all that is not a time, a place or a name made from one."""
-    found = {}
+    found: dict[Any, Any] = {}
     for line in path.read_bytes().splitlines():
         answer = json.loads(line)
         body = answer["response"]["body"] if "response" in answer else answer
-        found[answer["custom_id"]] = body.get("choices"), body.get("usage"), answer.get("error")
+        error = {name: value for name, value in (answer.get("error") or {}).items() if name != "line"}
+        found[answer["custom_id"]] = body.get("choices"), body.get("usage"), error
     return found
 
 
@@ -47,6 +63,9 @@ def main() -> None:
     parser.add_argument("-m", "--model")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least 1 is needed")
+    lines = lines_with_ids(args.file)
     options = [] if args.model is None else ["-m", args.model]
     with tempfile.TemporaryDirectory(prefix="tinyvllm-real-") as folder:
         cache, reversed_lines = Path(folder) / "cache", Path(folder) / "reversed.jsonl"
@@ -58,7 +77,7 @@ def main() -> None:
         print(f"nothing compiled before   {seconds(args.file, first, options, cache):6.2f} s", flush=True)
         again = [seconds(args.file, last, options, cache) for _ in range(args.rounds)]
         print(f"again                     {statistics.median(again):6.2f} s ({min(again):.2f} - {max(again):.2f})")
-        reversed_lines.write_text("".join(reversed(args.file.read_text().splitlines(keepends=True))))
+        reversed_lines.write_bytes(b"".join(line + b"\n" for line in reversed(lines)))
         print(f"reversed                  {seconds(reversed_lines, last, options, cache):6.2f} s")
         wanted, found = answers_by_id(first), answers_by_id(last)
         assert wanted.keys() == found.keys(), "each id is answered once"

@@ -102,9 +102,17 @@ def test_the_answers_that_the_pages_show_are_those_of_a_run(default_model: Path,
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path):
-    targets = re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text())
-    assert not [target for target in targets if not (page.parent / target).exists()]
+def test_links_lead_to_files_and_to_headings_in_them(page: Path):
+    for target, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not heading or heading in anchors(path), f"{target}#{heading}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to headings of a page of Markdown are called: as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def parse(words: list[str]) -> None:

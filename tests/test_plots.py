@@ -215,6 +215,33 @@ def test_only_what_is_between_marks_is_replaced():
     assert plots.filled(once, {"x": ["1", "2"], "y": ["3"]}) == once
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "a.json cannot be read"),
+        ('{"tinyvllm_bench": 1}', "a.json is no whole file"),
+        (json.dumps(bench("lines.jsonl", 100, 0.5)), "a.json is of the workload lines.jsonl"),
+        ('{"other": 1}', "has no workload of llama-3.2-1b"),
+        (None, "peer.json cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_in_a_line_and_no_page_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, message: str
+):
+    results, peer = tmp_path / "results", tmp_path / "peer.json"
+    results.mkdir()
+    if content is not None:
+        (results / "a.json").write_text(content)
+        peer.write_text('{"peer": "p"}')
+    for name, value in (("RESULTS", results), ("PEER", peer), ("DOCS", tmp_path), ("PAGE", tmp_path / "page.md")):
+        monkeypatch.setattr(plots, name, value)
+    with pytest.raises(SystemExit) as ended:
+        plots.main()
+    said = ended.value.code
+    assert isinstance(said, str) and message in said and "\n" not in said
+    assert not list(tmp_path.glob("*.svg")) and not plots.PAGE.exists()
+
+
 def test_pictures_and_page_are_those_of_the_kept_files():
     results, peer = expect_tables.read_results(plots.RESULTS), json.loads(plots.PEER.read_bytes())
     for name, text in plots.pictures(results, peer):
@@ -224,3 +251,12 @@ def test_pictures_and_page_are_those_of_the_kept_files():
     assert plots.filled(page, found) == page, "run python benchmarks/plots.py"
     assert all(f"<!-- {name} -->" in page for name in found) and page.count("<!-- end -->") == len(found)
     assert all(f"]({name})" in page for name, _ in plots.pictures(results, peer))
+
+
+def test_what_options_do_is_told_of_one_version_alone():
+    """Another version's speed would count as the option's."""
+    plain, option = bench("mixed", 4000.0, 0.8), bench("mixed", 5000.0, 0.6, kv_dtype="fp8")
+    for commit, rows in (("a", 1), ("b", 0)):
+        results = [plain | {"commit": "a"}, option | {"commit": commit}]
+        assert len(list(expect_tables.options_table(results))) == 2 + rows
+        assert len(expect_tables.workloads(results, "llama-3.2-1b")) == 1 + rows
