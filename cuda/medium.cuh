@@ -22,8 +22,6 @@ struct Tile {
     static constexpr int ROWS = GROUPS * GROUP_ROWS, MULTIPLIERS = GROUPS * GROUP, THREADS = (MULTIPLIERS + 2) * WARP;
     static constexpr u32 WEIGHT_SLAB = ROWS * SLAB_BYTES, TOKENS_SLAB = TOKENS * SLAB_BYTES;
     static constexpr u32 STAGE_BYTES = SLABS * (WEIGHT_SLAB + TOKENS_SLAB);
-    // Of the ring and its barriers.
-    __device__ static constexpr u32 shared_bytes(int stages) { return stages * (STAGE_BYTES + 3 * sizeof(u64)); }
     static_assert(TOKENS_SLAB % 1024 == 0, "a swizzle repeats after 1024 bytes");
 };
 

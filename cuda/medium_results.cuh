@@ -1,7 +1,6 @@
-// What becomes of the sums of medium.cuh: rounded, activated, and on their way to memory.
+// What becomes of the sums of medium.cuh: rounded, and on their way to memory.
 #pragma once
 #include "medium.cuh"
-#include "silu.cuh"
 
 namespace {
 
@@ -16,14 +15,11 @@ struct Results {
         constexpr int SPREAD = CHUNKS < 8 ? 8 / CHUNKS : 1;  // tokens whose rows lie in the same 128 bytes
         return start + (token * CHUNKS + (chunk ^ (token / SPREAD & (CHUNKS < 8 ? CHUNKS : 8) - 1))) * 16;
     }
-    // Of a warp two matrices of 8 numbers of 8 tokens from `token` on: of chunk `chunk` and the next, or of one chunk
-    // and 16 tokens. A lane has two neighbouring tokens of a number of each, the next lane two more.
+    // Of a warp two matrices of 8 numbers of 8 tokens from `token` on, of chunk `chunk` and the next. A lane has two
+    // neighbouring tokens of a number of each, the next lane two more.
     __device__ __forceinline__ void store_chunks(int token, int chunk, u32 first, u32 second) const {
         const int lane = threadIdx.x % WARP;
         store_transposed(at(token + lane % 8, chunk + lane / 8 % 2), first, second);
-    }
-    __device__ __forceinline__ void store_tokens(int token, int chunk, u32 first, u32 second) const {
-        store_transposed(at(token + threadIdx.x % 16, chunk), first, second);
     }
 };
 
@@ -69,42 +65,13 @@ struct Result {
     }
 };
 
-// SiLU(gate) * up of the sums of all groups, rounded, each token's in a row: as rounded() in medium.cuh. The 16 rows of
-// a warp are 8 of gate and 8 of up, so a thread has both of a number.
 template <typename T>
-__device__ __forceinline__ Results<T::ROWS / 16> activated(const float (&sums)[T::TOKENS / 2], const float* bias,
-                                                           int first, int N) {
-    extern __shared__ __align__(1024) unsigned char shared[];
-    const Results<T::ROWS / 16> results{shared_address(shared)};
-    const int warp = threadIdx.x / WARP, row = first + warp * 16 + threadIdx.x % WARP / 4;
-    const bool adds = bias && row < N;
-    const float of_gate = adds ? bias[row] : 0.0f, of_up = adds ? bias[row + 8] : 0.0f;
-    auto number = [&](float gate, float up) {
-        if (adds) gate = __fadd_rn(gate, of_gate), up = __fadd_rn(up, of_up);
-        return __fmul_rn(silu(gate), up);
-    };
-    auto pair = [&](int i) {  // of two tokens
-        const u32 gates = pack(sums[i], sums[i + 1]), ups = pack(sums[i + 2], sums[i + 3]);
-        return pack(number(low_float(gates), low_float(ups)), number(high_float(gates), high_float(ups)));
-    };
-    groups_barrier<T>();  // the ring is read
-#pragma unroll
-    for (int i = 0; i < T::TOKENS / 2; i += 8) results.store_tokens(i * 2, warp, pair(i), pair(i + 4));
-    groups_barrier<T>();
-    return results;
-}
-
-template <typename T>
-__device__ __forceinline__ void product_elem(const Operands& operands, elem* out, const float* bias, int rows, int N,
-                                             int ld, int activates) {
+__device__ __forceinline__ void product_elem(const Operands& operands, elem* out, int rows, int N, int ld) {
     const int first = blockIdx.x * T::ROWS, first_token = blockIdx.y * T::TOKENS;
     product<T>(
         operands, [] {},
         [&](const float (&sums)[T::TOKENS / 2]) {
-            if (activates)
-                Result<T, elem>{out, rows, N / 2, ld, first_token, first / 2}.take(activated<T>(sums, bias, first, N));
-            else
-                Result<T, elem>{out, rows, N, ld, first_token, first}.take(rounded<T>(sums));
+            Result<T, elem>{out, rows, N, ld, first_token, first}.take(rounded<T>(sums));
         });
 }
 

@@ -2,23 +2,23 @@
 #include "medium_results.cuh"
 
 extern "C" __global__ void __launch_bounds__(320, 1)
-    medium_elem_2(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap a, elem* out,
-                  const float* bias, int rows, int N, int K, int ld, int activates, int tokens, int stages) {
+    medium_elem_2(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap a, elem* out, int rows,
+                  int N, int K, int ld, int tokens, int stages) {
     const Operands operands{weights, a, K, stages};
     switch (tokens) {
         case 32:
-            return product_elem<Tile<2, 32, 1>>(operands, out, bias, rows, N, ld, activates);
+            return product_elem<Tile<2, 32, 1>>(operands, out, rows, N, ld);
         case 64:
-            return product_elem<Tile<2, 64, 1>>(operands, out, bias, rows, N, ld, activates);
+            return product_elem<Tile<2, 64, 1>>(operands, out, rows, N, ld);
         case 80:
-            return product_elem<Tile<2, 80, 1>>(operands, out, bias, rows, N, ld, activates);
+            return product_elem<Tile<2, 80, 1>>(operands, out, rows, N, ld);
         case 96:
-            return product_elem<Tile<2, 96, 1>>(operands, out, bias, rows, N, ld, activates);
+            return product_elem<Tile<2, 96, 1>>(operands, out, rows, N, ld);
         case 144:
-            return product_elem<Tile<2, 144, 1>>(operands, out, bias, rows, N, ld, activates);
+            return product_elem<Tile<2, 144, 1>>(operands, out, rows, N, ld);
         case 192:
-            return product_elem<Tile<2, 192, 1>>(operands, out, bias, rows, N, ld, activates);
+            return product_elem<Tile<2, 192, 1>>(operands, out, rows, N, ld);
         case 256:
-            return product_elem<Tile<2, 256, 1>>(operands, out, bias, rows, N, ld, activates);
+            return product_elem<Tile<2, 256, 1>>(operands, out, rows, N, ld);
     }
 }

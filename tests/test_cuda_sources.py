@@ -78,7 +78,7 @@ def dynamic_shared(kernel: str, head_dim: int, kv_dtype: KVDtypeName) -> int:
         tiling = skinny.HIGH if kernel == "normed_silu" else skinny.LOW
         return skinny.normed_shared_bytes(tiling, skinny.MAX_NORMED_ROWS, skinny.MAX_NORMED_COLUMNS)
     if kernel.startswith("medium_"):  # a launch takes no more, whatever the shape
-        return medium.RING_BYTES + medium.WHERE_BYTES * max(medium.TOKENS[kernel])
+        return medium.RING_BYTES
     sizes = {
         "attend_prefill": prefill_shared,
         "attend_prefix": prefix_shared,

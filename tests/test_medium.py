@@ -13,26 +13,27 @@ import pytest
 from tinyvllm_cli.backends.gpu import medium, skinny, tensor_maps
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
 from tinyvllm_cli.backends.gpu.kernels import KERNELS, kernel_sources
+from tinyvllm_cli.backends.gpu.launch import parameter_formats
 from tinyvllm_cli.errors import DeviceError
 
 SHARED_LIMIT = 227 << 10  # bytes of a block on Hopper
-GROUPS = {"medium_elem_1": (1,), "medium_elem_2": (2,), "medium_add": (1,), "medium_qkv": (1, 2)}
+GROUPS = {"medium_elem_1": 1, "medium_elem_2": 2, "medium_add": 1}
 SHAPES = ((8, 8), (72, 200), (960, 576), (2048, 8192), (4096, 14336), (8456, 64), (28672, 4096), (128256, 2048))
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("name", GROUPS)
 def test_every_number_is_a_blocks_and_everything_fits(name: str, n: int, k: int):
-    for groups in GROUPS[name]:
-        for rows in range(skinny.MAX_ROWS + 1, medium.MAX_ROWS + 1):
-            cut = medium.plan(name, groups, n, k, rows)
-            height, width = groups * medium.GROUP_ROWS, cut.tokens
-            assert width in medium.TOKENS[name]
-            assert n <= cut.grid[0] * height < n + height and rows <= cut.grid[1] * width
-            assert all(blocks % size == 0 for blocks, size in zip(cut.grid, cut.cluster, strict=True))
-            assert all(cut.stages % size == 0 for size in cut.cluster)
-            assert cut.shared_bytes + medium.WHERE_BYTES * width <= SHARED_LIMIT
-            assert 2 * height * width <= cut.stages * medium.stage_bytes(groups, width)  # the results
+    groups = GROUPS[name]
+    for rows in range(skinny.MAX_ROWS + 1, medium.MAX_ROWS + 1):
+        cut = medium.plan(name, groups, n, k, rows)
+        height, width = groups * medium.GROUP_ROWS, cut.tokens
+        assert width in medium.TOKENS[name]
+        assert n <= cut.grid[0] * height < n + height and rows <= cut.grid[1] * width
+        assert all(blocks % size == 0 for blocks, size in zip(cut.grid, cut.cluster, strict=True))
+        assert all(cut.stages % size == 0 for size in cut.cluster)
+        assert cut.shared_bytes <= SHARED_LIMIT
+        assert 2 * height * width <= cut.stages * medium.stage_bytes(groups, width)  # the results
 
 
 @pytest.mark.parametrize("name", medium.TOKENS)
@@ -40,15 +41,11 @@ def test_the_tiles_of_a_launch_are_those_of_the_kernel(name: str):
     """Tile<groups, tokens, slabs> of each case."""
     source = kernel_sources()[KERNELS[name]]
     body = source.split(f"    {name}(")[1].split("\n}\n")[0]
-    cases = re.findall(r"case (\d+): return \w+<Tile<(\w+), (\d+), (\w+)>>", re.sub(r"\s+", " ", body))
+    cases = re.findall(r"case (\d+): return \w+<Tile<(\d+), (\d+), (\d+)>>", re.sub(r"\s+", " ", body))
     assert [int(tokens) for tokens, *_ in cases] == list(medium.TOKENS[name])
     assert all(tokens == of_tile for tokens, _, of_tile, _ in cases)
-    for groups, slabs in {(groups, slabs) for _, groups, _, slabs in cases}:
-        if groups.isdigit():
-            assert (int(groups),) == GROUPS[name] and int(slabs) == medium.SLABS[int(groups)]
-        else:
-            assert "GROUPS = HEAD_DIM > 64 ? 2 : 1, SLABS = HEAD_DIM > 64 ? 1 : 2" in source
-            assert (medium.SLABS[2], medium.SLABS[1]) == (1, 2)
+    groups = GROUPS[name]
+    assert {(int(groups), int(slabs)) for _, groups, _, slabs in cases} == {(groups, medium.SLABS[groups])}
 
 
 @pytest.mark.parametrize(
@@ -70,24 +67,23 @@ def test_which_products_have_a_kernel(changed: dict[str, Any], fits: bool):
     assert medium.fits(SimpleNamespace(arch=of["arch"]), out, weight, of["rows"], add=of["add"]) == fits
 
 
-def test_heads_are_turned_where_a_block_has_whole_ones():
-    assert [size for size in range(16, 257, 16) if medium.has_qkv(size)] == [16, 32, 64, 128]
-
-
 @pytest.mark.parametrize("rows", [17, 64, 256])
-def test_a_product_is_launched_on_its_own_rows(rows: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("name", "n"), [("medium_add", 96), ("medium_elem_1", 96), ("medium_elem_2", 8456)])
+def test_a_product_is_launched_on_its_own_rows(name: str, n: int, rows: int, monkeypatch: pytest.MonkeyPatch):
     """Not on padded ones: rows behind stay what they are."""
     monkeypatch.setattr(medium, "tensor_map", lambda *arguments: arguments)
     launched: list[tuple[Any, ...]] = []
     kernels = SimpleNamespace(launch=lambda *arguments, **options: launched.append((*arguments, options)))
-    shapes = {"out": (256, 96), "a": (272, 64), "weight": (96, 64)}
+    shapes = {"out": (256, n + 8), "a": (272, 64), "weight": (n, 64)}
     arrays = {name: _Array(shape, 1 << 20) for name, shape in shapes.items()}
-    medium.multiply(kernels, "stream", *arrays.values(), rows, add=True)
-    [(name, grid, threads, args, options)] = launched
-    cut = medium.plan("medium_add", 1, 96, 64, padded_rows(rows))
-    assert (name, grid, threads) == ("medium_add", cut.grid, 192)
-    assert args[:2] == ((1 << 20, 96, 64, 64), (1 << 20, 272, 64, cut.tokens))
-    assert args[2:] == (arrays["out"], rows, 96, 64, 96, cut.tokens, cut.stages)
+    medium.multiply(kernels, "stream", *arrays.values(), rows, add=name == "medium_add")
+    [(launched_name, grid, threads, args, options)] = launched
+    groups = GROUPS[name]
+    cut = medium.plan(name, groups, n, 64, padded_rows(rows))
+    assert (launched_name, grid, threads) == (name, cut.grid, 128 * groups + 64)
+    assert args[:2] == ((1 << 20, n, 64, 64 * groups), (1 << 20, 272, 64, cut.tokens))
+    assert args[2:] == (arrays["out"], rows, n, 64, n + 8, cut.tokens, cut.stages)
+    assert len(args) == len(parameter_formats(kernel_sources()[KERNELS[name]])[name])
     assert options == {"stream": "stream", "shared": cut.shared_bytes, "cluster": cut.cluster}
 
 

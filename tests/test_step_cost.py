@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tracemalloc
 from collections import Counter
@@ -138,17 +139,20 @@ def test_most_steps_are_captured_while_the_queue_lasts(running: Running):
 
 
 def python_calls(act: Callable[[], object]) -> Counter[str]:
-    """Functions that are called: "call" of Python's, "c_call" of C's."""
+    """Functions that are called: "call" of Python's, "c_call" of C's. The collector rests: when it comes, and whose
+    callbacks and finalizers it then calls, depends on the tests before."""
     calls: Counter[str] = Counter()
 
     def count(frame: Any, event: str, arg: Any) -> None:
         calls[event] += 1
 
+    gc.disable()
     sys.setprofile(count)
     try:
         act()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 

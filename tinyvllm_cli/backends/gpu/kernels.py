@@ -53,7 +53,6 @@ KERNELS = {
     "medium_elem_1": "medium.cu",
     "medium_elem_2": "medium_wide.cu",
     "medium_add": "medium_add.cu",
-    "medium_qkv": "medium_qkv.cu",
     "fill_random": "random.cu",
     "sum_words": "read.cu",
 }

@@ -17,17 +17,12 @@ GROUP_ROWS, GROUP_THREADS, LOADERS = 64, 128, 64  # of the warps that multiply t
 RING_BYTES = 225 << 10  # of shared memory, at most
 BARRIER_BYTES = 3 * 8  # of a stage
 MIN_STAGES = 2  # whose room the results take at the end
-WHERE_BYTES = 8  # of a token of medium_qkv, behind the ring
 SLABS = {1: 2, 2: 1}  # of a stage, by groups
-# Whether ops let a product's kernel do what follows it (SiLU; rope and the write of K and V): once
-# tests/test_gpu_medium.py has passed on a card.
-FOLLOWS = False
 # Numbers of tokens that a block may have, as the kernels are compiled.
 TOKENS = {
     "medium_elem_1": (32, 48, 64, 80, 96, 128),
     "medium_elem_2": (32, 64, 80, 96, 144, 192, 256),
     "medium_add": (32, 40, 48, 64, 72, 96, 128),
-    "medium_qkv": (32, 48, 64, 80, 96, 128),
 }
 
 
@@ -66,7 +61,7 @@ def plan(name: str, groups: int, n: int, k: int, rows: int) -> Plan:
 def digest() -> str:
     """As of skinny.digest."""
     files = ("medium.cu", "medium_wide.cu", "medium_add.cu", "medium_results.cuh", "medium.cuh", "wgmma.cuh")
-    return sources_digest(*files, "mma.cuh", "silu.cuh", "common.cuh")
+    return sources_digest(*files, "mma.cuh", "common.cuh")
 
 
 def fits(kernels: Kernels, out: Any, weight: Any, rows: int, *, add: bool) -> bool:
@@ -83,61 +78,10 @@ def fits(kernels: Kernels, out: Any, weight: Any, rows: int, *, add: bool) -> bo
 def multiply(kernels: Kernels, stream: Any, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
     """out[:rows, :N] = a[:rows] @ weight.T, or += with `add`, of arrays as Blas.product takes them and `fits` wants
     them; nothing else of `out` is touched."""
-    if add:
-        n, k = weight.shape
-        cut = plan("medium_add", 1, n, k, rows)
-        _launch(kernels, stream, "medium_add", cut, a, weight, (out, rows, n, k, out.shape[1]))
-    else:
-        _multiply_elem(kernels, stream, out, a, weight, None, rows, activates=False)
-
-
-def activated(kernels: Kernels, stream: Any, out: Any, a: Any, weight: Any, bias: Any | None, rows: int) -> None:
-    """out[:rows] = SiLU(gate) * up of a[:rows] @ weight.T (+ bias), with the bits that both apart have; out elem
-    [capacity, N / 2]."""
-    _multiply_elem(kernels, stream, out, a, weight, bias, rows, activates=True)
-
-
-def _multiply_elem(
-    kernels: Kernels, stream: Any, out: Any, a: Any, weight: Any, bias: Any | None, rows: int, *, activates: bool
-) -> None:
     n, k = weight.shape
-    groups = 2 if n > GROUP_ROWS * BLOCKS or activates else 1
-    name = f"medium_elem_{groups}"
-    args = (out, bias, rows, n, k, out.shape[1], int(activates))
-    _launch(kernels, stream, name, plan(name, groups, n, k, rows), a, weight, args)
-
-
-def has_qkv(head_dim: int) -> bool:
-    """Whether there is a kernel that turns and writes heads of so many columns: a block has whole ones."""
-    return GROUP_ROWS * _groups_of_heads(head_dim) % head_dim == 0
-
-
-def qkv(kernels: Kernels, stream: Any, y: Any, weight: Any, head_dim: int, args: tuple[Any, ...], rows: int) -> None:
-    """All of qkv_rope_write behind the norm; y elem [capacity, K], args: of the kernel medium_qkv, from q to
-    num_layers (cuda/medium_qkv.cu)."""
-    n, k = weight.shape
-    cut = plan("medium_qkv", _groups_of_heads(head_dim), n, k, rows)
-    _launch(kernels, stream, "medium_qkv", cut, y, weight, (*args, k), more_shared=cut.tokens * WHERE_BYTES)
-
-
-def _groups_of_heads(head_dim: int) -> int:
-    return 2 if head_dim > GROUP_ROWS else 1
-
-
-def _launch(
-    kernels: Kernels,
-    stream: Any,
-    name: str,
-    cut: Plan,
-    a: Any,
-    weight: Any,
-    args: tuple[Any, ...],
-    more_shared: int = 0,
-) -> None:
-    maps = (
-        tensor_map(weight.data.ptr, *weight.shape, cut.groups * GROUP_ROWS),
-        tensor_map(a.data.ptr, *a.shape, cut.tokens),
-    )
-    args, threads = (*maps, *args, cut.tokens, cut.stages), GROUP_THREADS * cut.groups + LOADERS
-    shared = cut.shared_bytes + more_shared
-    kernels.launch(name, cut.grid, threads, args, stream=stream, shared=shared, cluster=cut.cluster)
+    groups = 2 if n > GROUP_ROWS * BLOCKS and not add else 1
+    name = "medium_add" if add else f"medium_elem_{groups}"
+    cut = plan(name, groups, n, k, rows)
+    maps = (tensor_map(weight.data.ptr, n, k, groups * GROUP_ROWS), tensor_map(a.data.ptr, *a.shape, cut.tokens))
+    args, threads = (*maps, out, rows, n, k, out.shape[1], cut.tokens, cut.stages), GROUP_THREADS * groups + LOADERS
+    kernels.launch(name, cut.grid, threads, args, stream=stream, shared=cut.shared_bytes, cluster=cut.cluster)

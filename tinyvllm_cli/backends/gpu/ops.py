@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tinyvllm_cli.backends.gpu import medium, skinny
+from tinyvllm_cli.backends.gpu import skinny
 from tinyvllm_cli.backends.gpu.attention import attend
 from tinyvllm_cli.backends.gpu.quantize import quantize_rows, row_threads
 from tinyvllm_cli.backends.gpu.sample import sample
@@ -86,13 +86,6 @@ def qkv_rope_write(
         all_in_one = (q, cache.blocks, x, norm, qkv.data, bias, *rope, *places, *sizes, x.shape[1], eps)
         skinny.normed_qkv(device.kernels, device.stream, qkv.data, all_in_one, num_rows)
         return q[:num_rows]
-    in_one = _is_medium(device, qkv, y, num_rows) and medium.has_qkv(q.shape[2])
-    if in_one and q_norm is None and cache.kv_dtype == "auto":
-        normed = device.buffers.normed
-        _rms_norm(device, normed, x, norm, eps, num_rows, None)
-        behind_norm = (q, cache.blocks, bias, *rope, *places, *sizes)
-        medium.qkv(device.kernels, device.stream, normed, qkv.data, q.shape[2], behind_norm, num_rows)
-        return q[:num_rows]
     _norm_product(device, x, norm, eps, qkv, y, num_rows)
     args = (q, cache.blocks, y, bias, q_norm, k_norm, *rope, *places, *sizes, eps)
     blocks = _ceil_div(num_rows * (num_heads + 2 * num_kv_heads), ROPE_HEADS)
@@ -120,11 +113,6 @@ def gate_up_silu(device: Device, x: Array, *, norm: Array, eps: float, weight: W
     h, y, num_rows = device.buffers.activated, device.buffers.gate_up, len(x)
     if num_rows <= skinny.MAX_NORMED_ROWS and _norms_on_the_way(device, weight, y, num_rows):
         skinny.normed_silu(device.kernels, device.stream, h, x, norm, weight.data, bias, num_rows, eps)
-        return h[:num_rows]
-    if _is_medium(device, weight, y, num_rows):
-        normed = device.buffers.normed
-        _rms_norm(device, normed, x, norm, eps, num_rows, None)
-        medium.activated(device.kernels, device.stream, h, normed, weight.data, bias, num_rows)
         return h[:num_rows]
     _norm_product(device, x, norm, eps, weight, y, num_rows)
     inner = h.shape[1]
@@ -172,13 +160,6 @@ def _norms_on_the_way(device: Device, weight: Weight, out: Array, num_rows: int)
     To ask takes the host a while, which steps of more rows do not have."""
     normed, data = device.buffers.normed, weight.data
     return data.shape[1] <= skinny.MAX_NORMED_COLUMNS and device.blas.is_own(out, normed, data, num_rows)
-
-
-def _is_medium(device: Device, weight: Weight, out: Array, num_rows: int) -> bool:
-    """Whether our own kernel for more than few rows is taken for the product of normed rows: what follows it is done on
-    the way."""
-    some = medium.FOLLOWS and skinny.MAX_ROWS < num_rows <= medium.MAX_ROWS
-    return some and device.blas.is_own(out, device.buffers.normed, weight.data, num_rows)
 
 
 def _rms_norm(
