@@ -29,26 +29,37 @@ def read_answers(path: Path) -> dict[str, Answer]:
             continue
         try:
             line = json.loads(text)
-            name = json.dumps(line["custom_id"])
-        except (ValueError, TypeError, KeyError):
+            name, answer = json.dumps(line["custom_id"]), without_place(line)
+        except (ValueError, TypeError, KeyError, AttributeError):
             sys.exit(f"{path}:{number}: not an answer of tinyvllm run")
         if name in answers:
             sys.exit(f"{path}:{number}: custom_id {name} stands there twice")
-        answers[name] = without_place(line)
+        answers[name] = answer
     return answers
 
 
 def without_place(line: Answer) -> Answer:
     """What is a function of the request, the model and the options alone."""
-    kept = {name: value for name, value in line.items() if name not in {"stats", "index"}}
+    kept = _without(line, "stats", "index")
     if kept.get("error"):
-        kept["error"] = {name: value for name, value in kept["error"].items() if name != "line"}
+        kept["error"] = _without(kept["error"], "line")
+    if "response" in kept:  # an answer of the OpenAI Batch API, whose ids are made from its place
+        body = _without(kept["response"]["body"], "id", "created")
+        kept = _without(kept, "id") | {
+            "response": _without(kept["response"], "request_id") | {"body": body},
+            "tinyvllm": _without(kept["tinyvllm"], "stats", "index"),
+        }
     return kept
+
+
+def _without(value: Answer, *names: str) -> Answer:
+    return {name: of_it for name, of_it in value.items() if name not in names}
 
 
 def answer_tokens(answer: Answer) -> int:
     """Of a line of `tinyvllm run`, or of run_with_ids.py."""
-    return (answer.get("usage") or {}).get("completion_tokens", 0) + sum(map(len, answer.get("token_ids", ())))
+    body = answer["response"]["body"] if "response" in answer else answer
+    return (body.get("usage") or {}).get("completion_tokens", 0) + sum(map(len, answer.get("token_ids", ())))
 
 
 def differing(whole: dict[str, Answer], part: dict[str, Answer]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from run_main import run_main
 
 from tinyvllm_cli.bench.bench import result_facts, subject_facts
 from tinyvllm_cli.bench.result_file import write_result_file
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class FigureFileError(Exception):
+class FigureFileError(TinyvllmError):
     """What is wrong with a file, which it names."""
 
 
@@ -134,13 +135,10 @@ def main() -> None:
     parser.add_argument("--commit", required=True)
     parser.add_argument("files", nargs="+", type=Path)
     options = parser.parse_args()
-    try:
-        contents = [read(path) for path in options.files]  # before any is written
-        for path, content in zip(options.files, contents, strict=True):
-            write(path, with_commit(content, options.commit))
-    except (FigureFileError, TinyvllmError) as error:
-        sys.exit(f"error: {error}")
+    contents = [read(path) for path in options.files]  # before any is written
+    for path, content in zip(options.files, contents, strict=True):
+        write(path, with_commit(content, options.commit))
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from gpu_timeline import equal_rows, fill_pool, kernel_works
+from run_main import run_main
 
 from tinyvllm_cli.backends.gpu import ops
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
@@ -116,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

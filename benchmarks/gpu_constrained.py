@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from host_clock import Clock, parts_table
+from run_main import run_main
 
 from tinyvllm_cli.backends.base import Backend
 from tinyvllm_cli.backends.machine import available_cpus
@@ -296,4 +297,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

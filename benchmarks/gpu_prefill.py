@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 
 import numpy as np
+from run_main import run_main
 
 from tinyvllm_cli.bench.measure import Measured, measure
 from tinyvllm_cli.bench.subject import open_random
@@ -65,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

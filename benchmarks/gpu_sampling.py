@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from gpu_timeline import equal_rows
+from run_main import run_main
 
 from tinyvllm_cli.backends.gpu import ops
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
@@ -178,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -22,6 +22,7 @@ import figures_file
 import numpy as np
 from figures_file import shown, spread
 from gpu_timeline import equal_rows, fill_pool
+from run_main import run_main
 
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
 from tinyvllm_cli.backends.gpu.timing import GpuTiming
@@ -147,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

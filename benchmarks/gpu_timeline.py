@@ -21,6 +21,7 @@ from typing import Any
 
 import figures_file
 import numpy as np
+from run_main import run_main
 
 from tinyvllm_cli.backends.gpu import ops
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
@@ -283,4 +284,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -22,6 +22,7 @@ from typing import Any
 import figures_file
 import numpy as np
 from gpu_timeline import Shares, equal_rows, facts_of, fill_pool, sum_ms, time_kernels, time_step
+from run_main import run_main
 
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
 from tinyvllm_cli.backends.gpu.timing import GpuTiming
@@ -256,4 +257,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

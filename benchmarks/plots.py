@@ -7,7 +7,6 @@ A test holds pictures and page to what this gives.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from expect_tables import (
     workloads_table,
 )
 from figures_file import BENCH, SWEEP, FigureFileError
+from run_main import run_main
 
 ROOT = Path(__file__).parent.parent
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
@@ -143,16 +143,13 @@ def filled(page: str, found: dict[str, list[str]]) -> str:
 
 
 def main() -> None:
-    try:
-        results, peer = read_results(RESULTS), figures_file.read(PEER)
-    except FigureFileError as error:
-        sys.exit(f"error: {error}")
+    results, peer = read_results(RESULTS), figures_file.read(PEER)
     if not workloads(results, SHAPES[0]):
-        sys.exit(f"error: {RESULTS} has no workload of {SHAPES[0]}, of which the table of other cards is made")
+        raise FigureFileError(f"{RESULTS} has no workload of {SHAPES[0]}, of which the table of other cards is made")
     for name, text in pictures(results, peer):
         (DOCS / name).write_text(text, encoding="utf-8")
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), tables(results)), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

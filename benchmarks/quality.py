@@ -26,11 +26,11 @@ from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
+from run_main import run_main
 
 from tinyvllm_cli.backends.base import Backend
 from tinyvllm_cli.backends.choose import BackendName, Chosen, choose_backend
 from tinyvllm_cli.config import BLOCK_SIZE, DEFAULT_MODEL, AskedDtype, EngineOptions, KVDtypeName
-from tinyvllm_cli.errors import TinyvllmError
 from tinyvllm_cli.load import LoadedModel, open_engine
 from tinyvllm_cli.run_facts import kv_note
 from tinyvllm_cli.text.tokenizer import Tokenizer
@@ -178,7 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except TinyvllmError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+
+from compare_runs import differing, read_answers
 
 KEPT = "models"  # of the cache: what was fetched
 ENDED = (0, 3)  # exit codes of a run that came to its end: all answered, or some lines failed
@@ -46,17 +47,6 @@ def lines_with_ids(path: Path) -> list[bytes]:
     return lines
 
 
-def answers_by_id(path: Path) -> dict[Any, Any]:
-    """custom_id -> all that is not a time, a place or a name made from one."""
-    found: dict[Any, Any] = {}
-    for line in path.read_bytes().splitlines():
-        answer = json.loads(line)
-        body = answer["response"]["body"] if "response" in answer else answer
-        error = {name: value for name, value in (answer.get("error") or {}).items() if name != "line"}
-        found[answer["custom_id"]] = body.get("choices"), body.get("usage"), error
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Whole runs over a file.")
     parser.add_argument("file", type=Path)
@@ -79,10 +69,10 @@ def main() -> None:
         print(f"again                     {statistics.median(again):6.2f} s ({min(again):.2f} - {max(again):.2f})")
         reversed_lines.write_bytes(b"".join(line + b"\n" for line in reversed(lines)))
         print(f"reversed                  {seconds(reversed_lines, last, options, cache):6.2f} s")
-        wanted, found = answers_by_id(first), answers_by_id(last)
+        wanted, found = read_answers(first), read_answers(last)
         assert wanted.keys() == found.keys(), "each id is answered once"
-        changed = sum(wanted[each] != found[each] for each in wanted)
-        print(f"answers that change when the file is reversed: {changed} of {len(wanted)}")
+        changed = differing(wanted, found)
+        print(f"answers that change when the file is reversed: {len(changed)} of {len(wanted)}")
 
 
 if __name__ == "__main__":

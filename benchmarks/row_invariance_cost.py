@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import figures_file
 from figures_file import shown, spread
+from run_main import run_main
 
 from tinyvllm_cli.backends.gpu import algorithms, cublas, tuning
 from tinyvllm_cli.backends.gpu import backend as gpu_backend
@@ -194,4 +195,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

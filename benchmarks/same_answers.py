@@ -17,6 +17,7 @@ from contextlib import closing
 from typing import TypeAlias
 
 import numpy as np
+from run_main import run_main
 
 from tinyvllm_cli.bench.subject import Subject, open_random
 from tinyvllm_cli.bench.workloads import failed
@@ -86,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

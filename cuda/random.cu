@@ -7,7 +7,8 @@
 //
 // first: the row of the tensor with which w begins.
 // Launch: rows * width / 8 threads in a grid of one dimension; block any size; no shared memory. width and pitch are
-// multiples of 8, w is 16-byte aligned; seed, tensor and first are not negative; (first + rows) * width is at most 2^34.
+// multiples of 8, w is 16-byte aligned; seed, tensor and first are not negative; (first + rows) * width is at most 2^34
+//
 // The product is rounded to float32 and then to bf16, as the weights of a checkpoint are stored: fp16 holds what it
 // would after loading them.
 // Must equal: random_values in tinyvllm_cli/model/random_weights.py, bit for bit.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from command import write_lines
 from lines import read
-from scripts import script
+from scripts import BENCHMARKS, script
 from tiny import make_tiny_model
 
 from tinyvllm_cli.backends.timing import Rates
@@ -117,6 +118,27 @@ def test_a_difference_is_counted_and_shown(run, tmp_path: Path, other: dict[str,
     assert f"custom_id {json.dumps(other['custom_id'])}" in said
 
 
+def enveloped(place: int, text: str, tokens: int = 4) -> dict[str, Any]:
+    """An answer of the OpenAI Batch API at some place of the file."""
+    choices = [{"index": 0, "message": {"role": "assistant", "content": text}}]
+    body = {"id": f"chatcmpl-{place}", "created": 100 + place, "choices": choices}
+    response = {
+        "status_code": 200,
+        "request_id": f"req_{place}",
+        "body": {**body, "usage": {"completion_tokens": tokens}},
+    }
+    own = {"index": place, "fingerprint": "f", "stats": {"ttft_s": place}}
+    return {"id": f"batch_req_{place}", "custom_id": "a", "response": response, "error": None, "tinyvllm": own}
+
+
+@pytest.mark.parametrize(("other", "code"), [(enveloped(7, "x"), 0), (enveloped(1, "y"), 1), (enveloped(1, "x", 5), 1)])
+def test_answers_in_an_envelope_are_compared_by_what_they_say(run, tmp_path: Path, other: dict[str, Any], code: int):
+    files = write_lines(tmp_path / "whole", [enveloped(1, "x")]), write_lines(tmp_path / "part", [other])
+    found, said = run(compare_runs, *files)
+    assert found == code and f": {code} differ" in said
+    assert f"1 lines compared ({other['response']['body']['usage']['completion_tokens']} answer tokens" in said
+
+
 def test_an_error_on_another_line_is_the_same_error(run, tmp_path: Path):
     failed = [answer(1, choices=[], usage=None, error={"type": "x", "message": "y", "line": line}) for line in (2, 8)]
     code, said = run(compare_runs, *(write_lines(tmp_path / str(i), [line]) for i, line in enumerate(failed)))
@@ -126,7 +148,13 @@ def test_an_error_on_another_line_is_the_same_error(run, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", 1), ("{", "not an answer"), ("[]\n", "not an answer"), ('{"custom_id": 1}\n' * 2, ":2: custom_id 1 stands")],
+    [
+        ("", 1),
+        ("{", "not an answer"),
+        ("[]\n", "not an answer"),
+        ('{"custom_id": 1, "response": null}', "not an"),
+        ('{"custom_id": 1}\n' * 2, ":2: custom_id 1 stands"),
+    ],
 )
 def test_a_file_without_answers_is_no_success(run, tmp_path: Path, text: str, message: Any):
     whole, part = write_lines(tmp_path / "whole", WHOLE), tmp_path / "part"
@@ -135,6 +163,34 @@ def test_a_file_without_answers_is_no_success(run, tmp_path: Path, text: str, me
     assert code == message if isinstance(message, int) else message in code
     code, _ = run(compare_runs, whole, tmp_path / "absent")
     assert "cannot be read" in code
+
+
+# ---------------------------------------------------------------- without a GPU
+
+
+GPU_SCRIPTS = (
+    "gpu_attention",
+    "gpu_constrained",
+    "gpu_prefill",
+    "gpu_sampling",
+    "gpu_sweep",
+    "gpu_timeline",
+    "gpu_workload_time",
+    "row_invariance_cost",
+    "same_answers",
+)
+
+
+@pytest.mark.parametrize("name", GPU_SCRIPTS)
+def test_without_a_gpu_a_line_says_so(name: str, monkeypatch: pytest.MonkeyPatch):
+    path = BENCHMARKS / f"{name}.py"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    said = ended.value.code
+    assert isinstance(said, str) and said.startswith("error: --backend gpu: no NVIDIA device") and "\n" not in said
 
 
 # ---------------------------------------------------------------- where the time of a step goes
@@ -245,13 +301,31 @@ def test_whole_runs_answer_each_line_and_tell_what_the_order_changes(
     assert [line.split()[0] for line in said.splitlines()[:3]] == ["nothing", "again", "reversed"]
 
 
-def test_an_answer_that_differs_is_seen_by_its_id(tmp_path: Path):
-    def written(name: str, *texts: str) -> Path:
-        answers = [
-            {"custom_id": i, "choices": [{"text": text}], "usage": {}, "stats": name} for i, text in enumerate(texts)
-        ]
-        return Path(write_lines(tmp_path / name, answers))
+def test_lines_are_reversed_as_they_are_and_those_that_fail_are_compared_too(
+    run: Callable[..., tuple[Any, str]], tmp_path: Path
+):
+    lines = tmp_path / "in.jsonl"  # without a line end at its end, with a character that ends lines elsewhere
+    lines.write_text('{"custom_id": 1, "prompt": ""}\n\n{"custom_id": 2, "prompt": "a\u2028b", "max_tokens": 4}')
+    code, said = run(real_lines, lines, "-m", make_tiny_model(tmp_path / "model", adds_bos=False), "--rounds", 1)
+    assert code == 0
+    assert said.splitlines()[-1] == "answers that change when the file is reversed: 0 of 2"
 
-    one, same, other = written("one", "a", "b"), written("same", "a", "b"), written("other", "a", "c")
-    assert real_lines.answers_by_id(one) == real_lines.answers_by_id(same)
-    assert real_lines.answers_by_id(one) != real_lines.answers_by_id(other)
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (None, (), "cannot be read"),
+        ("{", (), "cannot be read"),
+        ("[1]", (), "cannot be read"),
+        ('{"custom_id": 1, "prompt": "a"}\n{"prompt": "b"}', (), "error: request 2 of "),
+        ('{"custom_id": 1, "prompt": "a"}', ("-m", "absent"), "error: tinyvllm run ended with "),
+    ],
+)
+def test_what_ends_whole_runs_is_said_in_a_line(
+    run: Callable[..., tuple[Any, str]], tmp_path: Path, text: str | None, options: tuple[str, ...], message: str
+):
+    lines = tmp_path / "in.jsonl"
+    if text is not None:
+        lines.write_text(text)
+    code, _ = run(real_lines, lines, *options)
+    assert isinstance(code, str) and message in code and "\n" not in code

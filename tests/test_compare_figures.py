@@ -123,6 +123,11 @@ def test_every_point_of_a_sweep_is_compared_and_may_fail(run):
         (sweep(), sweep(), "no figure in common"),
         (bench(1, 2, 3), {"other": 1}, "is no result"),
         (bench(1, 2, 3), Path("/absent.json"), "cannot be read"),
+        (bench(0, 2, 3), bench(1, 2, 3), "> 0"),
+        (bench(1, 2, 3), bench(1, 2, 3, figures__tokens_per_s=None), "figures.tokens_per_s"),
+        (bench(1, 2, 3), {"tinyvllm_bench": 1}, "after.json is no whole file of tinyvllm_bench"),
+        (bench(1, 2, 3), bench(1, 2, 3, start={"first_s": None}), "start"),
+        ({"tinyvllm_sweep": 1, "points": 5}, sweep(1), "points"),
     ],
 )
 def test_what_cannot_be_compared_is_said_in_a_line(run, before: Any, after: Any, message: str):
@@ -146,6 +151,16 @@ def test_folders_are_compared_name_by_name(run, tmp_path: Path):
     code, out, _ = run(*folders, "--fail-below", "90")
     assert code == 1
     assert out.count(" -> ") == 1 and "a.json" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "cannot be read"), ('{"other": 1}', "no .json file of figures")]
+)
+def test_a_folder_without_figures_to_compare_is_no_success(run, tmp_path: Path, content: str, message: str):
+    (tmp_path / "a.json").write_text(content)
+    code, _, error = run(tmp_path, tmp_path, "--fail-below", "90")
+    assert code == 2
+    assert message in error and error.count("\n") == 1
 
 
 def test_the_kept_results_are_what_the_script_takes(run):

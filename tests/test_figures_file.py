@@ -17,7 +17,7 @@ from tinyvllm_cli.config import EngineConfig
 from tinyvllm_cli.model.random_weights import random_config
 from tinyvllm_cli.types import BackendFacts, Limits
 
-figures_file = script("figures_file")
+figures_file, run_main = map(script, ("figures_file", "run_main"))
 
 
 def git(folder: Path, *words: str) -> str:
@@ -66,13 +66,31 @@ def test_a_file_begins_with_its_kind_and_its_commit():
 
 
 def test_a_commit_is_put_into_files_and_nothing_else_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path, before = tmp_path / "a.json", {"tinyvllm_bench": 1, "b": [1, 2.5], "commit": "old", "c": {"d": "ä"}}
+    path, before = tmp_path / "a.json", {"tinyvllm_x": 1, "b": [1, 2.5], "commit": "old", "c": {"d": "ä"}}
     for commit in ("x", "y"):
         path.write_text(json.dumps(before))
         monkeypatch.setattr(sys, "argv", ["figures_file", "--commit", commit, str(path)])
         figures_file.main()
         after = json.loads(path.read_bytes())
-        assert after == before | {"commit": commit} and list(after)[:2] == ["tinyvllm_bench", "commit"]
+        assert after == before | {"commit": commit} and list(after)[:2] == ["tinyvllm_x", "commit"]
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{", b"[]", b"{}", b"\xff\xfe{", b"[" * 100_000, b'{"a": NaN}', b'{"tinyvllm_bench": 1}']
+)
+def test_a_file_without_figures_is_said_in_a_line_and_no_other_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+):
+    good, broken = tmp_path / "good.json", tmp_path / "broken.json"
+    good.write_text('{"tinyvllm_x": 1}')
+    if content is not None:
+        broken.write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["figures_file", "--commit", "x", str(good), str(broken)])
+    with pytest.raises(SystemExit) as ended:
+        run_main.run_main(figures_file.main)
+    message = ended.value.code
+    assert isinstance(message, str) and message.startswith(f"error: {broken} ") and "\n" not in message
+    assert good.read_text() == '{"tinyvllm_x": 1}'
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1))

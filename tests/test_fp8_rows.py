@@ -96,6 +96,15 @@ def test_a_row_that_is_broken_gives_no_number_and_breaks_no_other(broken: float,
     assert not np.isfinite(found[1]).any() and np.isfinite(found[[0, 2]]).all()
 
 
+@pytest.mark.filterwarnings("error")  # a run would print them between its own lines
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_broken_is_rounded_without_a_warning(broken: float):
+    rows = rows_of_all_sizes(3, 16)
+    rows[1, 5] = broken
+    found = fp8_rows.rounded_rows(rows)
+    assert not np.isfinite(found[1]).any() and np.isfinite(found[[0, 2]]).all()
+
+
 # ---------------------------------------------------------------- products and ops
 
 

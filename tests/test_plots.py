@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripts import script
 
-plots, charts, expect_tables = map(script, ("plots", "charts", "expect_tables"))
+plots, charts, expect_tables, run_main = map(script, ("plots", "charts", "expect_tables", "run_main"))
 
 SVG = "{http://www.w3.org/2000/svg}"
 SLOTS, CONTEXTS = (1, 2, 4, 8), (512, 1024)
@@ -236,7 +236,7 @@ def test_what_is_wrong_with_a_file_is_said_in_a_line_and_no_page_is_drawn(
     for name, value in (("RESULTS", results), ("PEER", peer), ("DOCS", tmp_path), ("PAGE", tmp_path / "page.md")):
         monkeypatch.setattr(plots, name, value)
     with pytest.raises(SystemExit) as ended:
-        plots.main()
+        run_main.run_main(plots.main)
     said = ended.value.code
     assert isinstance(said, str) and message in said and "\n" not in said
     assert not list(tmp_path.glob("*.svg")) and not plots.PAGE.exists()

@@ -29,6 +29,7 @@ def a_world(rng: Random) -> Limits:
         max_batch_tokens=rng.choice([1, 3, 8, 64]),
         max_slots=rng.randint(1, 8),
         refill_slots=rng.choice([1, 1, 3]),
+        admit_slots=rng.choice([1, 2, 99]),
         max_seq_len=longest,
         block_size=block_size,
         num_blocks=1 + max(1, int(-(-longest // block_size) * rng.choice([0.5, 1, 1.2, 1.5, 2, 6]))),

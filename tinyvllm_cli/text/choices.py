@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from tinyvllm_cli.text.tokenizer import Tokenizer, without_added_tokens
+from tinyvllm_cli.errors import RequestError
+from tinyvllm_cli.text.tokenizer import Tokenizer, encoding, without_added_tokens
 
 # What may follow, by id; END: the text may end here.
 Trie: TypeAlias = "dict[int, Trie]"
@@ -45,9 +46,11 @@ class _Spelling:
 
     def ids(self, text: str) -> list[int] | None:
         """Those of a text that goes on with another."""
-        anchor = self._core.encode(ANCHOR, add_special_tokens=False).ids
-        whole = self._core.encode(ANCHOR + text, add_special_tokens=False).ids
-        for ids in (self._core.encode(text, add_special_tokens=False).ids, whole[len(anchor) :]):
+        try:
+            lone, anchor, whole = (encoding(self._core, each).ids for each in (text, ANCHOR, ANCHOR + text))
+        except RequestError:
+            return None
+        for ids in (lone, whole[len(anchor) :]):
             if all(id < self._vocab_size for id in ids) and self._spell(ids) == text.encode():
                 return ids
         return None

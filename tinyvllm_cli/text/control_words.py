@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tinyvllm_cli.errors import RequestError
 from tinyvllm_cli.text.chat_template import ChatTemplate, absent_characters
 from tinyvllm_cli.text.together import Asking
-from tinyvllm_cli.text.tokenizer import Tokenizer, well_formed, without_added_tokens
+from tinyvllm_cli.text.tokenizer import Tokenizer, encoding, without_added_tokens
 from tinyvllm_cli.types import Message
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class ControlWords:
         for start, word in own:
             pieces += [text[at:start], aliases[word]]
             at = start + len(word)
-        encoding = core.encode(well_formed("".join([*pieces, text[at:]])), add_special_tokens=False)
-        return [ids.get(token, id) for token, id in zip(encoding.tokens, encoding.ids, strict=True)]
+        found = encoding(core, "".join([*pieces, text[at:]]))
+        return [ids.get(token, id) for token, id in zip(found.tokens, found.ids, strict=True)]
 
     @cached_property
     def _aliased(self) -> tuple[CoreTokenizer, dict[str, str], dict[str, int]]:

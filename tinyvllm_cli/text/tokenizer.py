@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm_cli.errors import ModelError
+from tinyvllm_cli.errors import ModelError, RequestError
 from tinyvllm_cli.model.json_file import read_optional_json
 from tinyvllm_cli.text.detokenizer import TokenBytes
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as CoreTokenizer
 
     from tinyvllm_cli.model.weights.gguf import GGUFFile
@@ -62,14 +63,14 @@ class Tokenizer:
         return self.with_bos(self.ids(text)) if add_bos else self.ids(text)
 
     def ids(self, text: str) -> list[int]:
-        """encode() without BOS."""
-        ids: list[int] = self.core.encode(well_formed(text), add_special_tokens=False).ids
+        """encode() without BOS. RequestError as encoding() raises it."""
+        ids: list[int] = encoding(self.core, text).ids
         return ids
 
     def ids_of_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """ids() of each, on all cores."""
+        """ids() of each, on all cores. What it raises says nothing of which text it is."""
         encodings = self.core.encode_batch_fast([well_formed(text) for text in texts], add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return [found.ids for found in encodings]
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """The ids of a text, behind BOS where the tokenizer adds one and the text does not start with it."""
@@ -81,6 +82,17 @@ class Tokenizer:
         """The text of ids that start a text: the space that the tokenizer put before it is taken away again."""
         text = b"".join(self.token_bytes(id, skip_special=skip_special) for id in ids).decode(errors="replace")
         return text.removeprefix(" ") if self.token_bytes.drops_first_space else text
+
+
+def encoding(core: CoreTokenizer, text: str) -> Encoding:
+    """A text alone, without what the tokenizer puts around it.
+
+    RequestError invalid_value where the vocabulary lacks a character of it, and an unknown token in its place.
+    """
+    try:
+        return core.encode(well_formed(text), add_special_tokens=False)
+    except Exception as error:  # `tokenizers` raises no kind of its own
+        raise RequestError("invalid_value", f"the model's tokenizer cannot take the text: {error}") from None
 
 
 def without_added_tokens(core: CoreTokenizer) -> CoreTokenizer:
@@ -155,8 +167,8 @@ def _load_folder(folder: Path) -> Tokenizer:
 
 def _added_before(core: CoreTokenizer) -> str | None:
     """The token that the post-processor puts before a text; None: it puts nothing there."""
-    encoding = core.encode("a")  # of an empty text one could not tell what stands before it from what stands after
-    return core.id_to_token(encoding.ids[0]) if encoding.special_tokens_mask[:1] == [1] else None
+    found = core.encode("a")  # of an empty text one could not tell what stands before it from what stands after
+    return core.id_to_token(found.ids[0]) if found.special_tokens_mask[:1] == [1] else None
 
 
 def _read_core(folder: Path) -> CoreTokenizer:
