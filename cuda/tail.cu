@@ -5,9 +5,8 @@
 // the bits. Here a warp has a sequence and a KV head to itself: of many sequences with few keys each, decode.cu's four
 // warps would mostly wait for each other.
 //
-//   work  i32 [num_items, 5] sequence (-1: nothing to do), which of its partials, its last one, the place of that
-//   (unused
-//         where no other is), slot, how many others there are
+//   work  i32 [num_items, 5] sequence (-1: nothing to do), which of its partials, its last one, its place (unused where
+//         there are no others), slot, how many others there are
 //
 // Grid (num_items / TAIL_WARPS, rounded up, num_kv_heads), TAIL_WARPS warps. Comes right behind prefix.cu, which has
 // waited for all kernels before it by the time that this one may start: so this one waits for what prefix.cu leaves no

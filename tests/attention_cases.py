@@ -84,6 +84,29 @@ class Machine:
     get: Callable[[Any], Array]  # and back, bit for bit
 
 
+def deal(
+    heads: Heads, parts: Sequence[tuple[Context, range]], rng: np.random.Generator, *, shared: bool
+) -> tuple[Array, Array, Array]:
+    """Block tables, slots of the sequences and the pool, as attend() says."""
+    num_blocks = np.array([-(-rows.stop // 16) for _, rows in parts], np.int32)
+    dealt = rng.permutation(np.arange(1, num_blocks.sum() + 3)).astype(np.int32)
+    slots = rng.permutation(len(parts) + 2)[: len(parts)].astype(np.int32)
+    tables = np.zeros((len(parts) + 2, num_blocks.max()), np.int32)
+    pool = np.full((len(dealt) + 1, NUM_LAYERS, 2, heads.kv, 16, heads.head_dim), np.nan, NUMPY_DTYPE[heads.dtype])
+    known: dict[tuple[int, bytes], int] = {}  # a full block, by the one before it and its K and V
+    for s, (of, rows) in enumerate(parts):
+        tables[slots[s], : num_blocks[s]], dealt = dealt[: num_blocks[s]], dealt[num_blocks[s] :]
+        for i in range(rows.stop // 16 if shared else 0):
+            before, own = tables[slots[s], i - 1] if i else 0, slice(16 * i, 16 * i + 16)
+            content = (int(before), of.k[own].tobytes() + of.v[own].tobytes())
+            tables[slots[s], i] = known.setdefault(content, int(tables[slots[s], i]))
+        position = np.arange(rows.stop)
+        block = tables[slots[s], position // 16]
+        for which, values in enumerate((of.k, of.v)):
+            pool[block, LAYER, which, :, position % 16] = values[: rows.stop]
+    return tables, slots, planes_of(pool.astype(np.float32)) if heads.kv_dtype == "fp8" else pool
+
+
 def attend(
     machine: Machine,
     heads: Heads,
@@ -99,28 +122,10 @@ def attend(
     NaN, as are the output and the workspace. shared: sequences that begin with the same K and V have the same blocks
     there, as far as those are full.
     """
-    rng = np.random.default_rng(seed)
     elem = NUMPY_DTYPE[heads.dtype]
     lengths = np.array([rows.stop for _, rows in parts], np.int32)
     starts = np.cumsum([0, *(len(rows) for _, rows in parts)]).astype(np.int32)
-    num_blocks = -(-lengths // 16)
-    dealt = rng.permutation(np.arange(1, num_blocks.sum() + 3)).astype(np.int32)
-    slots = rng.permutation(len(parts) + 2)[: len(parts)].astype(np.int32)
-    tables = np.zeros((len(parts) + 2, num_blocks.max()), np.int32)
-    pool = np.full((len(dealt) + 1, NUM_LAYERS, 2, heads.kv, 16, heads.head_dim), np.nan, elem)
-    known: dict[tuple[int, bytes], int] = {}  # a full block, by the one before it and its K and V
-    for s, (of, rows) in enumerate(parts):
-        tables[slots[s], : num_blocks[s]], dealt = dealt[: num_blocks[s]], dealt[num_blocks[s] :]
-        for i in range(rows.stop // 16 if shared else 0):
-            before, own = tables[slots[s], i - 1] if i else 0, slice(16 * i, 16 * i + 16)
-            content = (int(before), of.k[own].tobytes() + of.v[own].tobytes())
-            tables[slots[s], i] = known.setdefault(content, int(tables[slots[s], i]))
-        position = np.arange(rows.stop)
-        block = tables[slots[s], position // 16]
-        for which, values in enumerate((of.k, of.v)):
-            pool[block, LAYER, which, :, position % 16] = values[: rows.stop]
-    if heads.kv_dtype == "fp8":
-        pool = planes_of(pool.astype(np.float32))
+    tables, slots, pool = deal(heads, parts, np.random.default_rng(seed), shared=shared)
     upload = SimpleNamespace(put=machine.put)
     num_rows, width = int(starts[-1]), tables.shape[1]
     out = machine.put(np.full((num_rows, heads.query * heads.head_dim), np.nan, elem))

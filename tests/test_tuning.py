@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tinyvllm_cli.backends.gpu import medium, skinny
+from tinyvllm_cli.backends.gpu import algorithms, cublas, medium, skinny
 from tinyvllm_cli.backends.gpu.cublas import padded_rows
 from tinyvllm_cli.backends.gpu.tuning import MAX_ROWS, is_tuned, recall, tune
 from tinyvllm_cli.errors import DeviceError
@@ -259,6 +259,17 @@ def test_what_was_timed_is_remembered_for_card_and_library(tmp_path: Path):
     assert first.products > 0 == again.products
     assert again.chosen == first.chosen
     assert [path.name for path in (tmp_path / "algorithms").iterdir()] == ["a card 7 1.2.3.json"]
+
+
+@pytest.mark.parametrize("module", [algorithms, cublas, skinny, medium])
+def test_what_another_version_remembered_is_not_relied_on(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its numbers may mean something else, and what it did not look for was not timed."""
+    given = (*subject(tuned(Library([5.0, 1.0]), tmp_path)), 20, tmp_path)
+    assert is_tuned(*given)
+    other = tmp_path / "other.py"
+    other.write_text("changed")
+    monkeypatch.setattr(module, "__file__", str(other))
+    assert not is_tuned(*given)
 
 
 def test_what_is_remembered_is_chosen_without_touching_the_card(tmp_path: Path):

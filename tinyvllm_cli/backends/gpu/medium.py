@@ -5,6 +5,7 @@ How a product is cut into tiles decides nothing about its bits.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 from tinyvllm_cli.backends.gpu.kernels import Kernels, sources_digest
@@ -45,6 +46,7 @@ def stage_bytes(groups: int, tokens: int) -> int:
     return SLABS[groups] * (groups * GROUP_ROWS + tokens) * SLAB * 2
 
 
+@cache  # asked for in every layer
 def plan(name: str, groups: int, n: int, k: int, rows: int) -> Plan:
     """Of a kernel's product: as many parts of the tokens as there are multiprocessors for, in blocks that get the
     weight by one copy for two of them."""

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from tinyvllm_cli.backends.gpu import cublas, medium, skinny
+from tinyvllm_cli.backends.gpu import algorithms, cublas, medium, skinny
 from tinyvllm_cli.backends.gpu.cublas import Blas, padded_rows
 from tinyvllm_cli.backends.gpu.device import Device
 from tinyvllm_cli.backends.gpu.plan import Scales
@@ -137,7 +137,8 @@ def _choices(blas: Blas, product: Product, max_rows: int) -> Iterator[tuple[int,
 
 def _all_name(products: Sequence[Product], max_rows: int) -> str:
     """What stands for all choices for these products, as this version of the code has them."""
-    code = b"".join(Path(file).read_bytes() for file in (cublas.__file__, skinny.__file__, medium.__file__, __file__))
+    files = (algorithms.__file__, cublas.__file__, skinny.__file__, medium.__file__, __file__)
+    code = b"".join(Path(file).read_bytes() for file in files)
     names = [product.name(max_rows, f"{skinny.digest()} {medium.digest()}") for product in products]
     return "all of " + hashlib.sha256(code + repr(names).encode()).hexdigest()[:16]
 
