@@ -78,9 +78,9 @@ def test_a_product_is_that_of_its_values_and_a_row_the_same_among_any(n: int, k:
             assert_same_bits("rows past", read(out[-DIFFERENT:]), given[0][-DIFFERENT:].astype(np.float32))
     values = [code.astype(np.float64) * scale[:, None] for code, scale in zip(codes, scales, strict=True)]
     spread = np.sqrt((values[0] ** 2) @ (values[1] ** 2).T)
-    exact = values[0] @ values[1].T + (before if add else 0)
+    sums = values[0] @ values[1].T
     name: DtypeName = "float32" if add else "bfloat16"
-    slack = CERTAIN * spread * accumulated(k)
+    slack, exact = CERTAIN * accumulated(sums, spread, k), sums + (before if add else 0)
     assert_close("product of codes", wanted, exact, dtype=name, terms=k, scale=spread, slack=slack)
 
 

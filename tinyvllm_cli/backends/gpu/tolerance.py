@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -62,9 +63,10 @@ def _spread(device: Device, a: F32, weight: F32) -> F32:
     return spread
 
 
-def accumulated(k: int) -> float:
-    """Of a sum of k products of codes, as a share of its spread: roundings fall either way."""
-    return ACCUMULATOR_UNIT * math.sqrt(k / ACCUMULATOR_STEP)
+def accumulated(sums: Any, spread: Any, k: int) -> Any:
+    """Of sums of k products of codes. Each addition rounds off a share of what the sum has come to, which is about its
+    spread, or as much as it has in the end; roundings fall either way."""
+    return np.maximum(np.abs(sums), spread) * np.float32(ACCUMULATOR_UNIT * math.sqrt(k / ACCUMULATOR_STEP))
 
 
 def _fp8_product(device: Device, a: F32, weight: F32) -> F32:
@@ -75,8 +77,9 @@ def _fp8_product(device: Device, a: F32, weight: F32) -> F32:
         (a * np.float32(1 + sign * A_LITTLE) / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
         for sign in (-1, 1)
     )
-    share = A_LITTLE + a.shape[1] * FLOAT32_UNIT + accumulated(a.shape[1])
-    errors = _spread(device, high - low, weight) + _spread(device, high, weight) * np.float32(share)
+    k, spread = a.shape[1], _spread(device, high, weight)
+    errors = _spread(device, high - low, weight) + spread * np.float32(A_LITTLE + k * FLOAT32_UNIT)
+    errors += accumulated(device.product(high, weight), spread, k)
     return np.float32(CERTAIN) * errors
 
 
