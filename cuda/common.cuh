@@ -36,9 +36,10 @@ __device__ __forceinline__ u32 computed_again(u32 x) {
 // while the one before it still runs, and saves the time of starting. Every kernel therefore calls, in every thread,
 // start_next_kernel() at its top, and wait_for_kernel_before() before it returns and before it reads or writes anything
 // that a kernel writes; only what was there before the step's first kernel (weights, norms, biases, rope tables, what
-// the host has copied for the step) may be read earlier, and is on its way then while the kernel before still runs. One
-// kernel, attend_prefix, starts the next behind its own wait: so attend_tail may read what the kernels before
-// attend_prefix have left, and waits for no more than what attend_prefix leaves.
+// the host has copied for the step) may be read earlier, and is on its way then while the kernel before still runs. In
+// attention alone, kernels of one op that read the same start the next behind their own wait (prefix.cu, and decode.cu
+// where tail.cu follows): the next may then read at once what the kernels before both have left, and waits at its end,
+// or where it needs what the one before leaves.
 // The end of a kernel then says that all before it have ended too: one that returned without waiting would break that
 // for every kernel after it. Both are nothing on cards that have no such launches, and where a launch did not ask.
 // A parameter that points to what another kernel writes is never `const __restrict__`: that says it keeps its value as

@@ -13,9 +13,11 @@
 //             left before; partials of a sequence have places one after another
 //   starts    i32 [S + 1] first row of T of each sequence
 //   lengths   i32 [S]
+//   prefixes  whether prefix.cu comes right before
+//   tails     whether tail.cu comes right behind, and has the last partial of each sequence
 //
-// Grid (items, num_kv_heads), DECODE_WARPS warps. The last block of a sequence and head to come to its end merges all
-// partials in ascending order: which block that is shows in no bit.
+// Grid (items, num_kv_heads), DECODE_WARPS warps. Without tails the last block of a sequence and head to come to its end
+// merges all partials in ascending order: which block that is shows in no bit. With tails partials are left to that.
 #include "tile.cuh"
 
 namespace {
@@ -254,21 +256,40 @@ __device__ __forceinline__ void merge_partials(const Rows& rows, const float* pa
     }
 }
 
+// When the kernels beside this one run. tail.cu may read what those before this one have left, so it starts once they
+// are waited for, here or, as it comes first, in prefix.cu; then what that leaves is waited for at the end alone.
+struct Turn {
+    bool ahead, last;  // starts the next at once; waits at the end
+
+    __device__ __forceinline__ Turn(int prefixes, int tails) : ahead(!tails || prefixes), last(tails && prefixes) {}
+    __device__ __forceinline__ void begin() const {
+        if (ahead) start_next_kernel();
+    }
+    __device__ __forceinline__ void before_reading() const {
+        if (!last) wait_for_kernel_before();
+        if (!ahead) start_next_kernel();
+    }
+    __device__ __forceinline__ void end() const {
+        if (last) wait_for_kernel_before();
+    }
+};
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS)
     attend_decode(elem* out, float* partials, int* tickets, const elem* q, const char* cache, const int* work,
-                  const int* starts, const int* lengths, const int* tables, int group, int inverse, int num_kv_heads,
-                  int table_width, int layer, int num_layers, float scale) {
+                  const int* starts, const int* lengths, int prefixes, int tails, const int* tables, int group,
+                  int inverse, int num_kv_heads, int table_width, int layer, int num_layers, float scale) {
     extern __shared__ __align__(128) char memory[];
-    start_next_kernel();
+    const Turn turn(prefixes, tails);
+    turn.begin();
     const int* item = work + blockIdx.x * 5;
     int sequence = item[0], which = item[1], place = item[2], head = blockIdx.y, first = which * PARTIAL_KEYS;
-    if (sequence < 0) return wait_for_kernel_before();
+    if (sequence < 0) return turn.before_reading(), turn.end();
     int length = lengths[sequence], first_row = starts[sequence], num_rows = starts[sequence + 1] - first_row;
     Rows rows = make_rows(out, q, first_row, num_rows, length - num_rows, head, group, inverse, num_kv_heads);
     Keys keys = make_keys(cache, tables, item[3], table_width, length, head, num_kv_heads, layer, num_layers);
-    wait_for_kernel_before();
+    turn.before_reading();
     Attended p = attend_partial(*(Exchange*)memory, rows, keys, first, scale);
     if (place < 0) {
         int row = threadIdx.x % WARP / 4;
@@ -286,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS)
         *(float2*)(row + column) = make_float2(x, y);
         if (column == 0) row[HEAD_DIM] = p.m[r], row[HEAD_DIM + 1] = p.l[r];
     });
+    if (tails) return turn.end();
     int count = (length + PARTIAL_KEYS - 1) / PARTIAL_KEYS, first_place = place - which;
     if (last_to_come(tickets + first_place * num_kv_heads + head, count - item[4]))
         merge_partials(rows, of_head + first_place * next, next, count, scale);

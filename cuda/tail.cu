@@ -1,16 +1,17 @@
-// Attention of decoding rows over the last partial of their sequences, where prefix.cu has those before it; and the
-// merge of all.
+// Attention of many decoding sequences over their last partials, where decode.cu and prefix.cu have those before; and
+// the merge of all.
 //
 // The formula, rows, q, cache, tables and group are those of prefill.cu, partials and work those of decode.cu; so are
-// the bits. Here a warp has a sequence and a KV head to itself: of many sequences with few keys each, decode.cu's four
-// warps would mostly wait for each other.
+// the bits. Here a warp has a sequence and a KV head to itself: last partials are of any length, and of one with few
+// keys decode.cu's four warps would mostly wait for each other.
 //
-//   work  i32 [num_items, 5] sequence (-1: nothing to do), which of its partials, its last one, its place (unused where
-//         there are no others), slot, how many others there are
+//   work    i32 [num_items, 5] sequence (-1: nothing to do), which of its partials the last one is, its place (unused
+//           where there are no others), slot, and what is not read here
+//   behind  whether decode.cu or prefix.cu comes right before
 //
-// Grid (num_items / TAIL_WARPS, rounded up, num_kv_heads), TAIL_WARPS warps. Comes right behind prefix.cu, which has
-// waited for all kernels before it by the time that this one may start: so this one waits for what prefix.cu leaves no
-// earlier than it merges.
+// Grid (num_items / TAIL_WARPS, rounded up, num_kv_heads), TAIL_WARPS warps. The kernels behind which it comes have
+// waited for all before them by the time that this one may start: so it waits for the partials that they leave no
+// earlier than it merges, and its blocks fill the card as theirs end.
 #include "walk.cuh"
 
 namespace {
@@ -85,16 +86,17 @@ __device__ __forceinline__ void merge_row(elem* out, const float* partials, size
 
 extern "C" __global__ void __launch_bounds__(TAIL_WARPS* WARP, TAIL_BLOCKS)
     attend_tail(elem* out, const float* partials, const elem* q, const char* cache, const int* work, int num_items,
-                const int* starts, const int* lengths, const int* tables, int group, int inverse, int num_kv_heads,
-                int table_width, int layer, int num_layers, float scale) {
+                int behind, const int* starts, const int* lengths, const int* tables, int group, int inverse,
+                int num_kv_heads, int table_width, int layer, int num_layers, float scale) {
     extern __shared__ __align__(128) char shared[];
     start_next_kernel();
+    if (!behind) wait_for_kernel_before();
     int index = blockIdx.x * TAIL_WARPS + threadIdx.x / WARP, head = blockIdx.y, row = threadIdx.x % WARP / 4;
     const int* item = work + min(index, num_items - 1) * 5;
     int sequence = item[0];
     if (index >= num_items || sequence < 0) return wait_for_kernel_before();
     int length = lengths[sequence], first_row = starts[sequence], num_rows = starts[sequence + 1] - first_row;
-    int first = item[1] * PARTIAL_KEYS, before = item[4];
+    int before = item[1], first = before * PARTIAL_KEYS;
     Rows rows = make_rows(out, q, first_row, num_rows, length - num_rows, head, group, inverse, num_kv_heads);
     Keys keys = make_keys(cache, tables, item[3], table_width, length, head, num_kv_heads, layer, num_layers);
     u32 query_place = shared_address(shared) + threadIdx.x / WARP * WARP_BYTES;
@@ -105,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(TAIL_WARPS* WARP, TAIL_BLOCKS)
     int position[2] = {rows.position_of(row), rows.position_of(row + 8)};
     auto hides = [&](int key) { return key + TILE_KEYS > rows.position + 1; };
     walk_partial(partial, tiles, query_place, first, position, hides, 0, scale, true);
-    wait_for_kernel_before();
+    if (behind) wait_for_kernel_before();
     size_t next = (size_t)num_kv_heads * MMA_ROWS * PARTIAL_ROW;
     const float* others = partials + ((size_t)(item[2] - before) * num_kv_heads + head) * MMA_ROWS * PARTIAL_ROW;
 #pragma unroll

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from fp8_tools import planes_of, queries_of
 from gpu_tools import NUMPY_DTYPE, UNIT
 
@@ -194,16 +195,20 @@ EDGES = [0, 1, 15, 16, 62, 63, 64, 127, 128, 191, 192, 255, 256, 257, 319, 320, 
 
 
 def check_few_rows(machine: Machine, heads: Heads, same: Callable[..., None]) -> None:
-    """Decoded, and as drafts of any number that fits: rows up to an edge have the bits that they have in a prompt."""
+    """Decoded, and as drafts of any number that fits: rows up to an edge have the bits that they have in a prompt;
+    of one, and of three that may stand on both sides of a partial's border, also as among many sequences."""
     of = context(heads, EDGES[-1] + 17, seed=3)
     prompts = [range(max(0, edge - 15), edge + 17) for edge in EDGES]
     wanted = dict(zip(EDGES, attend(machine, heads, [(of, rows) for rows in prompts]), strict=True))
     for count in range(1, 16 // heads.group + 1):
         few = {edge: range(edge + 1 - count, edge + 1) for edge in EDGES if edge + 1 >= count}
-        found = attend(machine, heads, [(of, rows) for rows in few.values()], seed=count)
-        for (edge, rows), h in zip(few.items(), found, strict=True):
-            first = rows.start - max(0, edge - 15)
-            same(f"attention of {count} rows up to {edge}", h, wanted[edge][first : first + count])
+        for least_tails in (len(few) + 1, len(few)) if count in (1, 3) else (len(few) + 1,):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(attention_work, "LEAST_TAILS", least_tails)
+                found = attend(machine, heads, [(of, rows) for rows in few.values()], seed=count)
+            for (edge, rows), h in zip(few.items(), found, strict=True):
+                first = rows.start - max(0, edge - 15)
+                same(f"attention of {count} rows up to {edge}", h, wanted[edge][first : first + count])
 
 
 def behind(of: Context, prefix: Context, length: int) -> Context:

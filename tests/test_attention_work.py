@@ -57,8 +57,9 @@ class Decoded(Counter[tuple[int, int, int]]):
     def take(self, launch: DecodeWork, step: tuple[I32, I32, I32, BlockTables], sizes: Sizes) -> None:
         starts, lengths, slots, tables = step
         tails = [] if launch.tails is None else launch.tails.tolist()
-        assert all(lengths[s] <= PARTIAL_KEYS * (which + 1) and which == before for s, which, _, _, before in tails)
+        assert all(-(-lengths[s] // PARTIAL_KEYS) == which + 1 for s, which, *_ in tails)
         items = launch.items.tolist() + tails
+        assert not tails or {s for s, *_ in tails} == {s for s, *_ in items}, "who merges its own, and who all"
         alone = {sequence: slot for sequence, _, _, slot, _ in items}
         first = {sequence: place - which for sequence, which, place, _, _ in items}
         rows = {(row, s) for s in alone for row in range(starts[s], starts[s + 1])}
@@ -91,13 +92,15 @@ class Decoded(Counter[tuple[int, int, int]]):
     head_dim=st.sampled_from([64, 256]),
     places=st.integers(6, 60),  # those of the longest sequence at least
     least=st.integers(2, 5),
+    least_tails=st.integers(1, 10),
 )
-def test_every_row_and_every_partial_is_somebodys_once(step, group, head_dim, places, least):
+def test_every_row_and_every_partial_is_somebodys_once(step, group, head_dim, places, least, least_tails):
     starts, lengths, slots, _ = step
     sizes = Sizes(group, head_dim, places)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_work, "LEAST_SEQUENCES", least)
         patch.setattr(attention_work, "LEAST_SAVED", 1)
+        patch.setattr(attention_work, "LEAST_TAILS", least_tails)
         work = plan_attention(*step, sizes=sizes, upload=HostUpload())
     rows: Counter[int] = Counter()
     for sequence, first, count, slot in () if work.prefill is None else work.prefill.tolist():
@@ -140,7 +143,7 @@ def test_what_sequences_have_in_common_is_read_once():
     ).decodes
     read = Counter((which, count) for _, count, which, _ in launch.prefix.tolist())
     assert read == {**{(which, count): n for which in range(6) for count, n in ((16, 2), (8, 1))}, (6, 9): 1}
-    assert launch.tails[:, 0].tolist() == list(range(9)) and len(launch.items) == 31 * 2 + 10 * 8
+    assert launch.tails[:, 0].tolist() == list(range(50)) and len(launch.items) == 31 * 1 + 10 * 7
 
 
 def test_blocks_that_only_end_alike_are_not_shared(monkeypatch: pytest.MonkeyPatch):
@@ -151,12 +154,28 @@ def test_blocks_that_only_end_alike_are_not_shared(monkeypatch: pytest.MonkeyPat
     (launch,) = plan_attention(
         *decode_step(np.full(40, 1000, np.int32), block_tables(tables)), sizes=Sizes(1, 64, 400), upload=HostUpload()
     ).decodes
-    assert {which for _, _, which, _ in launch.prefix.tolist()} == {0} and len(launch.items) == 40 * 3
+    assert {which for _, _, which, _ in launch.prefix.tolist()} == {0} and len(launch.items) == 40 * 2
     tables[:, 0] += np.arange(40, dtype=np.int32)
     (launch,) = plan_attention(
         *decode_step(np.full(40, 1000, np.int32), block_tables(tables)), sizes=Sizes(1, 64, 400), upload=HostUpload()
     ).decodes
     assert launch.prefix is None and len(launch.items) == 40 * 4
+
+
+@pytest.mark.parametrize(
+    ("count", "fp8"),
+    [(attention_work.LEAST_TAILS - 1, False), (attention_work.LEAST_TAILS, False), (attention_work.LEAST_TAILS, True)],
+)
+def test_last_partials_of_many_are_apart(count: int, fp8: bool):
+    tables = block_tables(np.arange(1, 40 * count + 1, dtype=np.int32).reshape(count, 40))
+    lengths = np.where(np.arange(count) % 2, 100, 600).astype(np.int32)
+    sizes = Sizes(4, 64, 3 * count, fp8=fp8)
+    (launch,) = plan_attention(*decode_step(lengths, tables), sizes=sizes, upload=HostUpload()).decodes
+    whole = sum(length // PARTIAL_KEYS for length in lengths.tolist())
+    if count < attention_work.LEAST_TAILS or fp8:
+        assert launch.tails is None and len(launch.items) == whole + count
+    else:
+        assert launch.tails[:, 0].tolist() == list(range(count)) and len(launch.items) == whole
 
 
 def test_work_follows_arrays_that_change_in_place():

@@ -98,7 +98,7 @@ def test_a_decode_step_is_one_upload_one_graph_and_one_copy_back(running: Runnin
 
 def test_a_decode_step_launches_few_kernels(running: Running):
     _, launches, _ = running.counted(running.engine.step)
-    each = dict.fromkeys(("rope_write", "attend_decode", "silu_mul"), LAYERS)
+    each = dict.fromkeys(("rope_write", "attend_decode", "attend_tail", "silu_mul"), LAYERS)
     once = {"embed": 1, "sample_rows": 1, "graphs": 1}
     assert launches == {**each, **once, "rms_norm": 2 * LAYERS + 1, "product": 4 * LAYERS + 1}
 
@@ -119,7 +119,7 @@ def test_a_step_with_a_prompt_waits_and_allocates_for_nothing(running: Running):
     # A copy more, of the prompt's tokens into the token table.
     assert calls == {"memcpyAsync": 3, "eventRecord": 2, "eventSynchronize": 2}
     assert launches["attend_prefill"] == launches["attend_decode"] == LAYERS
-    assert launches.total() <= 10 * LAYERS + 5, launches
+    assert launches.total() <= 11 * LAYERS + 5, launches
 
 
 def test_most_steps_are_captured_while_the_queue_lasts(running: Running):
@@ -159,7 +159,7 @@ def python_calls(act: Callable[[], object]) -> Counter[str]:
 def test_a_decode_step_calls_few_functions(running: Running):
     """Two of Python's for each token: its text is made, and itself told; three of C's, as it joins two lists."""
     calls = python_calls(running.engine.step)
-    assert calls["call"] <= 2 * SLOTS + 190, calls
+    assert calls["call"] <= 2 * SLOTS + 195, calls
     assert calls["c_call"] <= 3 * SLOTS + 150, calls
 
 
@@ -168,7 +168,7 @@ def test_a_step_with_a_prompt_calls_few_functions(running: Running):
     running.engine.abort(3)
     running.engine.add(request(SLOTS, prompt(SLOTS), max_tokens=400))
     calls = python_calls(running.engine.step)
-    assert calls["call"] - plain["call"] <= 36 * LAYERS + 185, (calls, plain)
+    assert calls["call"] - plain["call"] <= 39 * LAYERS + 185, (calls, plain)
 
 
 def test_a_decode_step_takes_little_memory_and_gives_it_back(running: Running):

@@ -141,20 +141,21 @@ def attend(device: Device, q: Any, cache: KVCache, rows: Rows, *, layer: int) ->
                 (buffers.partials, q, pool, decode.prefix, decode.members, *tail),
                 shared=prefix_shared(head_dim, cache.kv_dtype),
             )
-        if decode.tails is not None:  # right behind, as it counts on that
-            count, warps = len(decode.tails), tail_warps(head_dim)
-            device.launch(
-                "attend_tail",
-                (-(-count // warps), num_kv_heads),
-                warps * WARP,
-                (out, buffers.partials, q, pool, decode.tails, count, *of_rows, *tail),
-                shared=tail_shared(head_dim, cache.kv_dtype),
-            )
+        prefixes, tails = decode.prefix is not None, decode.tails is not None
         device.launch(
             "attend_decode",
             (len(decode.items), num_kv_heads),
             DECODE_WARPS * WARP,
-            (out, buffers.partials, buffers.tickets, q, pool, decode.items, *of_rows, *tail),
+            (out, buffers.partials, buffers.tickets, q, pool, decode.items, *of_rows, prefixes, tails, *tail),
             shared=decode_shared(head_dim, cache.kv_dtype),
         )
+        if decode.tails is not None:
+            count, warps, behind = len(decode.tails), tail_warps(head_dim), prefixes or len(decode.items) > 0
+            device.launch(
+                "attend_tail",
+                (-(-count // warps), num_kv_heads),
+                warps * WARP,
+                (out, buffers.partials, q, pool, decode.tails, count, behind, *of_rows, *tail),
+                shared=tail_shared(head_dim, cache.kv_dtype),
+            )
     return out[: rows.num_rows]

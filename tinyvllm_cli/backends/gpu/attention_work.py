@@ -31,6 +31,9 @@ MEMBER_BYTES = 4 * 2
 # costs more (H200, 8 KV heads: 62 partials of 64 columns are worth it, 31 are not).
 LEAST_SEQUENCES = 8
 LEAST_SAVED = 48
+# From so many decoding sequences on, the last partial of each gets a warp of its own. Over FP8 that is slower (H200,
+# 144 sequences of 200 to 1,600 tokens: 137 us become 133, over FP8 86 would become 97).
+LEAST_TAILS = 64
 
 
 def upload_limit(max_batch_tokens: int, max_slots: int, max_seq_len: int) -> int:
@@ -44,13 +47,14 @@ class DecodeWork(NamedTuple):
     """Of a launch, or of up to three: partials that are kept in the workspace together. i32 arrays."""
 
     # [., 5] sequence, which of its partials, the place where it is left (-1: it is the only one), slot, how many of the
-    # sequence's partials the prefix kernel leaves.
+    # sequence's partials come before those that are items.
     items: Any
     # Where sequences share partials: [., 4] first member, members, which partial of theirs, slot of one of them; and
     # [., 2] the members: row of T; 16 times the place of its sequence's first partial, plus its first row there.
     prefix: Any | None = None
     members: Any | None = None
-    tails: Any | None = None  # as items, of sequences that have but one partial to themselves
+    # Of many sequences: as items, the last partial of each; it may then be that none is left for those.
+    tails: Any | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +76,13 @@ class AttentionWork:
 
 class Sizes(NamedTuple):
     """group: query heads of a KV head. places: partials that the workspace holds. padded: decoding in powers of two, so
-    that steps of about as much work launch as many blocks."""
+    that steps of about as much work launch as many blocks. fp8: K and V are held so."""
 
     group: int
     head_dim: int
     places: int
     padded: bool = False
+    fp8: bool = False
 
 
 def plan_attention(
@@ -92,8 +97,11 @@ def plan_attention(
     partials = _ceil_div(lengths, PARTIAL_KEYS)
     arrays = (starts.tobytes(), partials.tobytes(), slots.tobytes())
     prefill, decodes = _work(*arrays, tables, tables.version, sizes)
-    on_device = None if prefill is None else upload.put(prefill)
-    return AttentionWork(on_device, tuple([DecodeWork(*map(upload.put, decode)) for decode in decodes]))
+
+    def put(array: I32 | None) -> Any:
+        return None if array is None else upload.put(array)
+
+    return AttentionWork(put(prefill), tuple([DecodeWork(*map(put, decode)) for decode in decodes]))
 
 
 @lru_cache(maxsize=2)  # most steps have the work of the step before: a sequence gets a partial once in 256 steps
@@ -104,9 +112,8 @@ def _work(
     tables: BlockTables,
     version: int,  # noqa: ARG001 - it is looked up by it
     sizes: Sizes,
-) -> tuple[I32 | None, list[list[I32]]]:
-    """Arrays of AttentionWork on the host, only to be read, of arrays of i32 as bytes. version: of the tables, which
-    change."""
+) -> tuple[I32 | None, list[DecodeWork]]:
+    """AttentionWork on the host, only to be read, of arrays of i32 as bytes. version: of the tables, which change."""
     first_rows, num_partials, of_sequences = (np.frombuffer(array, np.int32) for array in (starts, partials, slots))
     num_rows = first_rows[1:] - first_rows[:-1]
     query_rows = num_rows * sizes.group
@@ -120,7 +127,8 @@ def _work(
     decodes = [_decode_work(part, tables, sizes) for part in few.launches(sizes.places)]
     for decode in decodes:
         for array in decode:
-            array.setflags(write=False)
+            if array is not None:
+                array.setflags(write=False)
     return prefill, decodes
 
 
@@ -162,8 +170,8 @@ class _Few:
         return found
 
 
-def _decode_work(few: _Few, tables: BlockTables, sizes: Sizes) -> list[I32]:
-    """Arrays of DecodeWork."""
+def _decode_work(few: _Few, tables: BlockTables, sizes: Sizes) -> DecodeWork:
+    """On the host."""
     places, groups = few.places(), _groups(few, tables)
     shared = np.zeros_like(places) if groups is None else groups.partials_shared()
     own = few.num_partials - shared
@@ -172,14 +180,16 @@ def _decode_work(few: _Few, tables: BlockTables, sizes: Sizes) -> list[I32]:
     items[:, 1] += which
     items[:, 2] += which  # that of an only partial, 0, leaves the -1
     pad = _padded if sizes.padded else np.ascontiguousarray
-    if groups is None:
-        return [pad(items)]
-    prefix = pad(_prefix_items(few, groups, prefix_rows(sizes.head_dim) // sizes.group))
-    members = _members(few, groups.order, places, sizes.group)
-    if not tail_warps(sizes.head_dim):
-        return [pad(items), prefix, members]
-    is_tail = (own == 1).repeat(own)
-    return [pad(items[~is_tail]), prefix, members, pad(items[is_tail])]
+    prefix, members, tails = None, None, None
+    if groups is not None:
+        prefix = pad(_prefix_items(few, groups, prefix_rows(sizes.head_dim) // sizes.group))
+        members = _members(few, groups.order, places, sizes.group)
+    many = len(own) >= LEAST_TAILS and not sizes.fp8
+    if tail_warps(sizes.head_dim) and (groups is not None or many):
+        ends = own.cumsum() - 1
+        tails = pad(items[ends])
+        items = np.delete(items, ends, axis=0)
+    return DecodeWork(pad(items), prefix, members, tails)
 
 
 def _groups(few: _Few, tables: BlockTables) -> Groups | None:

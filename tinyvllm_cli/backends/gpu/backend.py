@@ -239,6 +239,7 @@ class GpuBackend:
             self._upload,
             group=config.num_heads // config.num_kv_heads,
             head_dim=config.head_dim,
+            fp8=self._cache.kv_dtype == "fp8",
             num_ids=self._num_ids,
             pads_decoding=pads_decoding,
         )

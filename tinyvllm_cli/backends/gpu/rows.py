@@ -129,14 +129,15 @@ def resolve_rows(
     *,
     group: int,
     head_dim: int,
+    fp8: bool,
     num_ids: int,
     pads_decoding: bool = False,
 ) -> Rows:
     """Check a batch, count its tokens as computed, and put all that its kernels read into the upload.
 
-    group: query heads of a KV head; num_ids: ids of the tokenizer. pads_decoding: a step that only decodes gets rows
-    and work more, so that it has the shape of others. A malformed batch is a bug of the caller: ValueError, before
-    anything is changed.
+    group: query heads of a KV head; fp8: how K and V are held; num_ids: ids of the tokenizer. pads_decoding: a step
+    that only decodes gets rows and work more, so that it has the shape of others. A malformed batch is a bug of the
+    caller: ValueError, before anything is changed.
     """
     layout = row_layout(batch, limits, kept.counted)
     changes = kept.tables.update(batch, layout.num_blocks, limits)
@@ -165,7 +166,9 @@ def resolve_rows(
             host.lengths,
             host.of_sequences,
             kept.tables,
-            sizes=attention_work.Sizes(group, head_dim, partial_places(limits.max_slots, limits.max_seq_len), padded),
+            sizes=attention_work.Sizes(
+                group, head_dim, partial_places(limits.max_slots, limits.max_seq_len), padded, fp8
+            ),
             upload=upload,
         ),
         draw=sample.plan_draw(kept.options, host.sample_slots, host.sample_positions, host.asked, num_ids, upload),

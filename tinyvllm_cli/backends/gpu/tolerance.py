@@ -64,9 +64,9 @@ def _spread(device: Device, a: F32, weight: F32) -> F32:
 
 
 def accumulated(sums: Any, spread: Any, k: int) -> Any:
-    """Of sums of k products of codes. Each addition rounds off a share of what the sum has come to, which is about its
-    spread, or as much as it has in the end; roundings fall either way."""
-    return np.maximum(np.abs(sums), spread) * np.float32(ACCUMULATOR_UNIT * math.sqrt(k / ACCUMULATOR_STEP))
+    """Of sums of k products of codes. Each addition rounds off a share of what the sum has come to: on its way it is
+    off from a straight line to its end by about its spread. Roundings fall either way."""
+    return (np.abs(sums) + spread) * np.float32(ACCUMULATOR_UNIT * math.sqrt(k / ACCUMULATOR_STEP))
 
 
 def _fp8_product(device: Device, a: F32, weight: F32) -> F32:
