@@ -35,11 +35,12 @@ __device__ __forceinline__ u32 computed_again(u32 x) {
 // Kernels of a step follow each other by programmatic dependent launch (CUDA C++ Programming Guide): one may start
 // while the one before it still runs, and saves the time of starting. Every kernel therefore calls, in every thread,
 // start_next_kernel() at its top, and wait_for_kernel_before() before it returns and before it reads or writes anything
-// that a kernel writes; only what was there before the step's first kernel (weights, norms, biases, rope tables, what
-// the host has copied for the step) may be read earlier, and is on its way then while the kernel before still runs. In
-// attention alone, kernels of one op that read the same start the next behind their own wait (prefix.cu, and decode.cu
-// where tail.cu follows): the next may then read at once what the kernels before both have left, and waits at its end,
-// or where it needs what the one before leaves.
+// that a kernel writes; only what was there before the step's first kernel may be read earlier, and is on its way then
+// while the kernel before still runs: weights, norms, biases, rope tables, what the host has copied for the step, and
+// what the steps before have left, as embed, which comes first, starts the next behind its own wait. In attention,
+// too, kernels of one op that read the same start the next behind their own wait (prefix.cu, and decode.cu where
+// tail.cu follows): the next may then read at once what the kernels before both have left, and waits at its end, or
+// where it needs what the one before leaves.
 // The end of a kernel then says that all before it have ended too: one that returned without waiting would break that
 // for every kernel after it. Both are nothing on cards that have no such launches, and where a launch did not ask.
 // A parameter that points to what another kernel writes is never `const __restrict__`: that says it keeps its value as

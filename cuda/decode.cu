@@ -16,6 +16,10 @@
 //   prefixes  whether prefix.cu comes right before
 //   tails     whether tail.cu comes right behind, and has the last partial of each sequence
 //
+// attend_ahead is the same for so few sequences that their blocks leave much of the card idle, without prefixes and
+// tails: K and V of the steps before are on their way while the kernel before still runs, each in a place of its own,
+// and behind its end only what this step has added, and q, is waited for.
+//
 // Grid (items, num_kv_heads), DECODE_WARPS warps. Without tails the last block of a sequence and head to come to its end
 // merges all partials in ascending order: which block that is shows in no bit. With tails partials are left to that.
 #include "tile.cuh"
@@ -91,6 +95,21 @@ struct Tiles {
         }
         commit_copies();
     }
+    // The same of all tiles at once: rows of keys before `from`, or, OLD false, the others.
+    template <bool OLD>
+    __device__ __forceinline__ void load_part(u32 target, const Keys& keys, u32 offset, int from) const {
+#pragma unroll
+        for (int n = 0; n < DECODE_WARPS; n++) {
+            if (n >= count) break;
+            int key = first + n * TILE_KEYS;
+            u32 place = target + n * Tile::BYTES;
+            const char* plane = keys.k(ids[n]) + offset;
+            if constexpr (OLD)
+                tile.copy_if(place, plane, key, keys.end, tile.before(key, from));
+            else if (key + TILE_KEYS > from)
+                tile.copy_if(place, plane, key, keys.end, tile.behind(key, from));
+        }
+    }
 #ifdef KV_FP8
     // Scales of K and V of all tiles, a piece for each lane; they join the next copies.
     __device__ __forceinline__ void load_scales(const Exchange& shared, const Keys& keys) const {
@@ -111,13 +130,24 @@ struct Tiles {
 #endif
 };
 
-// The scores of this warp's tile, and for all warps the greatest of each row; K has been read at the return.
-__device__ __forceinline__ void score_partial(Scores& s, Exchange& shared, u32 place, const Rows& rows,
-                                              const Keys& keys, const Tiles& tiles) {
+// The scores of this warp's tile, whose K lies at `k`, and for all warps the greatest of each row.
+__device__ __forceinline__ void score_own(Scores& s, Exchange& shared, u32 k, const Rows& rows, const Tiles& tiles) {
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, key = tiles.first + warp * TILE_KEYS;
     int position[2] = {rows.position_of(lane / 4), rows.position_of(lane / 4 + 8)};
-    u32 q = shared_address(shared.queries);
-    load_queries<MMA_ROWS>(q, rows);  // joins the first copies
+    score_tile<Tile>(s, shared_address(shared.queries), k, shared.scales_at(false, warp), key, position,
+                     key + TILE_KEYS > rows.position + 1);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float m = greatest(minus_infinity(), s, r);
+        if (lane % 4 == 0) shared.greatest[warp][lane / 4 + 8 * r] = m;
+    }
+}
+
+// Likewise of all warps, K coming to `place`, which has been read at the return.
+__device__ __forceinline__ void score_partial(Scores& s, Exchange& shared, u32 place, const Rows& rows,
+                                              const Keys& keys, const Tiles& tiles) {
+    int warp = threadIdx.x / WARP;
+    load_queries<MMA_ROWS>(shared_address(shared.queries), rows);  // joins the first copies
     tiles.load_scales(shared, keys);
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) {
@@ -125,15 +155,8 @@ __device__ __forceinline__ void score_partial(Scores& s, Exchange& shared, u32 p
         wait_for_copies<0>();
         tiles.clear_scales(shared, keys);
         __syncthreads();
-        if (warp / TILES_AT_ONCE == round && warp < tiles.count) {
-            score_tile<Tile>(s, q, place + warp % TILES_AT_ONCE * Tile::BYTES, shared.scales_at(false, warp), key,
-                             position, key + TILE_KEYS > rows.position + 1);
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float m = greatest(minus_infinity(), s, r);
-                if (lane % 4 == 0) shared.greatest[warp][lane / 4 + 8 * r] = m;
-            }
-        }
+        if (warp / TILES_AT_ONCE == round && warp < tiles.count)
+            score_own(s, shared, place + warp % TILES_AT_ONCE * Tile::BYTES, rows, tiles);
         __syncthreads();
     }
 }
@@ -177,16 +200,15 @@ __device__ __forceinline__ void add_tile(Attended& p, const Exchange& shared, in
     }
 }
 
-__device__ __forceinline__ Attended attend_partial(Exchange& shared, const Rows& rows, const Keys& keys, int first,
-                                                   float scale) {
+// What l and o shrink by at each tile, row g and g + 8.
+typedef float Shrinks[DECODE_WARPS][2];
+
+// From scores to weights, left where all find them, and how l and o go on.
+__device__ __forceinline__ void weigh_partial(Attended& p, Shrinks& shrinks, Scores& s, Exchange& shared,
+                                              const Tiles& tiles, float scale) {
     int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4;
-    u32 place = shared_address(&shared) + sizeof(Exchange);  // of K and then of V: so more blocks have room
-    Tiles tiles(keys, first);
-    Scores s;
-    score_partial(s, shared, place, rows, keys, tiles);
-    tiles.load(place, keys, keys.to_values, 0);
-    Attended p = {{minus_infinity(), minus_infinity()}};
-    float own_m[2], shrinks[DECODE_WARPS][2];
+    float own_m[2];
+    p = {{minus_infinity(), minus_infinity()}};
 #pragma unroll
     for (int tile = 0; tile < DECODE_WARPS; tile++)
 #pragma unroll
@@ -197,6 +219,18 @@ __device__ __forceinline__ Attended attend_partial(Exchange& shared, const Rows&
             if (tile == warp) own_m[r] = p.m[r];
         }
     if (warp < tiles.count) share_weights(shared, s, own_m, scale);
+}
+
+__device__ __forceinline__ Attended attend_partial(Exchange& shared, const Rows& rows, const Keys& keys, int first,
+                                                   float scale) {
+    u32 place = shared_address(&shared) + sizeof(Exchange);  // of K and then of V: so more blocks have room
+    Tiles tiles(keys, first);
+    Scores s;
+    score_partial(s, shared, place, rows, keys, tiles);
+    tiles.load(place, keys, keys.to_values, 0);
+    Attended p;
+    Shrinks shrinks;
+    weigh_partial(p, shrinks, s, shared, tiles, scale);
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) {
         if (round > 0) {
@@ -211,6 +245,38 @@ __device__ __forceinline__ Attended attend_partial(Exchange& shared, const Rows&
             if (tile < tiles.count) add_tile(p, shared, tile, place + i * Tile::BYTES, shrinks[tile]);
         }
     }
+#pragma unroll
+    for (int r = 0; r < 2; r++) p.l[r] = sum_of_row(p.l[r]);
+    return p;
+}
+
+// The same with K and V ahead of the end of the kernel before; it is waited for in here.
+__device__ __forceinline__ Attended attend_ahead_of(Exchange& shared, const Rows& rows, const Keys& keys, int first,
+                                                    float scale) {
+    u32 k = shared_address(&shared) + sizeof(Exchange), v = k + DECODE_WARPS * Tile::BYTES;
+    int warp = threadIdx.x / WARP, from = rows.position;  // keys of this step
+    Tiles tiles(keys, first);
+    tiles.load_part<true>(k, keys, 0, from);
+    tiles.load_part<true>(v, keys, keys.to_values, from);
+    wait_for_kernel_before();
+    load_queries<MMA_ROWS>(shared_address(shared.queries), rows);
+    tiles.load_scales(shared, keys);
+    tiles.load_part<false>(k, keys, 0, from);
+    tiles.load_part<false>(v, keys, keys.to_values, from);
+    commit_copies();
+    wait_for_copies<0>();
+    tiles.clear_scales(shared, keys);
+    __syncthreads();
+    Scores s;
+    if (warp < tiles.count) score_own(s, shared, k + warp * Tile::BYTES, rows, tiles);
+    __syncthreads();
+    Attended p;
+    Shrinks shrinks;
+    weigh_partial(p, shrinks, s, shared, tiles, scale);
+    __syncthreads();
+#pragma unroll
+    for (int tile = 0; tile < DECODE_WARPS; tile++)
+        if (tile < tiles.count) add_tile(p, shared, tile, v + tile * Tile::BYTES, shrinks[tile]);
 #pragma unroll
     for (int r = 0; r < 2; r++) p.l[r] = sum_of_row(p.l[r]);
     return p;
@@ -256,6 +322,53 @@ __device__ __forceinline__ void merge_partials(const Rows& rows, const float* pa
     }
 }
 
+// One partial of a sequence under one KV head: what a block has to do, and where it leaves that.
+struct Item {
+    int sequence, which, place, slot, before;
+    int head, length, first_row, num_rows;
+
+    __device__ __forceinline__ Item(const int* work, const int* starts, const int* lengths) {
+        const int* item = work + blockIdx.x * 5;
+        sequence = item[0], which = item[1], place = item[2], slot = item[3], before = item[4], head = blockIdx.y;
+        if (sequence < 0) return;
+        length = lengths[sequence], first_row = starts[sequence], num_rows = starts[sequence + 1] - first_row;
+    }
+};
+
+__device__ __forceinline__ void write_rows(const Attended& p, const Rows& rows) {
+    int row = threadIdx.x % WARP / 4;
+    elem* target[2] = {rows.out + rows.offset(row), rows.out + rows.offset(row + 8)};
+    for_pairs(p, rows, [&](int r, int column, float x, float y) {
+        *(u32*)(target[r] + column) = pack(normalized(x, p.l[r]), normalized(y, p.l[r]));
+    });
+}
+
+// Partials of a head, each `next` floats from the one before.
+struct Places {
+    float* of_head;
+    size_t next;
+
+    __device__ __forceinline__ Places(float* partials, int head, int num_kv_heads)
+        : of_head(partials + (size_t)head * MMA_ROWS * PARTIAL_ROW),
+          next((size_t)num_kv_heads * MMA_ROWS * PARTIAL_ROW) {}
+    __device__ __forceinline__ void write(const Attended& p, const Rows& rows, int place) const {
+        float* target = of_head + place * next + threadIdx.x % WARP / 4 * PARTIAL_ROW;
+        for_pairs(p, rows, [&](int r, int column, float x, float y) {
+            float* row = target + r * 8 * PARTIAL_ROW;
+            *(float2*)(row + column) = make_float2(x, y);
+            if (column == 0) row[HEAD_DIM] = p.m[r], row[HEAD_DIM + 1] = p.l[r];
+        });
+    }
+};
+
+// The last block of the item's sequence and head to come here merges all of its partials.
+__device__ __forceinline__ void merge_at_last(const Places& places, const Item& item, const Rows& rows, int* tickets,
+                                              int num_kv_heads, float scale) {
+    int count = (item.length + PARTIAL_KEYS - 1) / PARTIAL_KEYS, first = item.place - item.which;
+    if (last_to_come(tickets + first * num_kv_heads + item.head, count - item.before))
+        merge_partials(rows, places.of_head + first * places.next, places.next, count, scale);
+}
+
 // When the kernels beside this one run. tail.cu may read what those before this one have left, so it starts once they
 // are waited for, here or, as it comes first, in prefix.cu; then what that leaves is waited for at the end alone.
 struct Turn {
@@ -283,32 +396,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS)
     extern __shared__ __align__(128) char memory[];
     const Turn turn(prefixes, tails);
     turn.begin();
-    const int* item = work + blockIdx.x * 5;
-    int sequence = item[0], which = item[1], place = item[2], head = blockIdx.y, first = which * PARTIAL_KEYS;
-    if (sequence < 0) return turn.before_reading(), turn.end();
-    int length = lengths[sequence], first_row = starts[sequence], num_rows = starts[sequence + 1] - first_row;
-    Rows rows = make_rows(out, q, first_row, num_rows, length - num_rows, head, group, inverse, num_kv_heads);
-    Keys keys = make_keys(cache, tables, item[3], table_width, length, head, num_kv_heads, layer, num_layers);
+    const Item item(work, starts, lengths);
+    if (item.sequence < 0) return turn.before_reading(), turn.end();
+    Rows rows = make_rows(out, q, item.first_row, item.num_rows, item.length - item.num_rows, item.head, group, inverse,
+                          num_kv_heads);
+    Keys keys = make_keys(cache, tables, item.slot, table_width, item.length, item.head, num_kv_heads, layer,
+                          num_layers);
     turn.before_reading();
-    Attended p = attend_partial(*(Exchange*)memory, rows, keys, first, scale);
-    if (place < 0) {
-        int row = threadIdx.x % WARP / 4;
-        elem* target[2] = {rows.out + rows.offset(row), rows.out + rows.offset(row + 8)};
-        for_pairs(p, rows, [&](int r, int column, float x, float y) {
-            *(u32*)(target[r] + column) = pack(normalized(x, p.l[r]), normalized(y, p.l[r]));
-        });
-        return;
-    }
-    size_t next = (size_t)num_kv_heads * MMA_ROWS * PARTIAL_ROW;
-    float* of_head = partials + (size_t)head * MMA_ROWS * PARTIAL_ROW;
-    float* target = of_head + place * next + threadIdx.x % WARP / 4 * PARTIAL_ROW;
-    for_pairs(p, rows, [&](int r, int column, float x, float y) {
-        float* row = target + r * 8 * PARTIAL_ROW;
-        *(float2*)(row + column) = make_float2(x, y);
-        if (column == 0) row[HEAD_DIM] = p.m[r], row[HEAD_DIM + 1] = p.l[r];
-    });
+    Attended p = attend_partial(*(Exchange*)memory, rows, keys, item.which * PARTIAL_KEYS, scale);
+    if (item.place < 0) return write_rows(p, rows);
+    Places places(partials, item.head, num_kv_heads);
+    places.write(p, rows, item.place);
     if (tails) return turn.end();
-    int count = (length + PARTIAL_KEYS - 1) / PARTIAL_KEYS, first_place = place - which;
-    if (last_to_come(tickets + first_place * num_kv_heads + head, count - item[4]))
-        merge_partials(rows, of_head + first_place * next, next, count, scale);
+    merge_at_last(places, item, rows, tickets, num_kv_heads, scale);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attend_ahead(elem* out, float* partials, int* tickets, const elem* q, const char* cache, const int* work,
+                 const int* starts, const int* lengths, const int* tables, int group, int inverse, int num_kv_heads,
+                 int table_width, int layer, int num_layers, float scale) {
+    extern __shared__ __align__(128) char memory[];
+    start_next_kernel();
+    const Item item(work, starts, lengths);
+    if (item.sequence < 0) return wait_for_kernel_before();
+    Rows rows = make_rows(out, q, item.first_row, item.num_rows, item.length - item.num_rows, item.head, group, inverse,
+                          num_kv_heads);
+    Keys keys = make_keys(cache, tables, item.slot, table_width, item.length, item.head, num_kv_heads, layer,
+                          num_layers);
+    Attended p = attend_ahead_of(*(Exchange*)memory, rows, keys, item.which * PARTIAL_KEYS, scale);
+    if (item.place < 0) return write_rows(p, rows);
+    Places places(partials, item.head, num_kv_heads);
+    places.write(p, rows, item.place);
+    merge_at_last(places, item, rows, tickets, num_kv_heads, scale);
 }

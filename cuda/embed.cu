@@ -19,8 +19,8 @@ extern "C" __global__ void embed(float* __restrict__ x, const elem* __restrict__
                                  const int* __restrict__ token_ids, const int* __restrict__ positions,
                                  const int* __restrict__ slots, int* token_table, int T, int H, int V,
                                  int max_seq_len) {
-    start_next_kernel();
     wait_for_kernel_before();
+    start_next_kernel();  // not before: common.cuh says why
     const int t = blockIdx.x;
     if (t >= T) return;
     int* place = token_table + static_cast<i64>(slots[t]) * max_seq_len + positions[t];

@@ -107,6 +107,16 @@ struct Team {
     // Rows of that block before the sequence's end.
     __device__ __forceinline__ int rows_left(int first, int end) const { return end - first - (int)block * BLOCK_SIZE; }
 
+    // What copy_if wants of rows before key `from`, or of the others.
+    __device__ __forceinline__ auto before(int first, int from) const {
+        int pieces = rows_left(first, from) * ROW_PIECES - (int)member;
+        return [pieces](int n) { return n < pieces; };
+    }
+    __device__ __forceinline__ auto behind(int first, int from) const {
+        int pieces = rows_left(first, from) * ROW_PIECES - (int)member;
+        return [pieces](int n) { return n >= pieces; };
+    }
+
 #ifdef KV_FP8
     static_assert(SIZE == WARP, "a warp sees what it has copied once all of it has waited");
 
@@ -206,13 +216,20 @@ struct WideTile : Team<WARPS> {
 
     // From its plane on, to `target`; zeros from the sequence's end on, for what lies there may be NaN.
     __device__ __forceinline__ void copy(u32 target, const char* plane, int first, int end) const {
+        copy_if(target, plane, first, end, [](int) { return true; });
+    }
+
+    // Of that those rows that are wanted: wanted(n SIZE), a piece's number from this thread's first one on.
+    template <typename Wanted>
+    __device__ __forceinline__ void copy_if(u32 target, const char* plane, int first, int end, Wanted wanted) const {
         u32 own = computed_again(T::member);
         int left = T::rows_left(first, end) * T::ROW_PIECES - (int)own;  // before the end, from its first on
         const char* source = plane + own * 16;
         target += T::block * BLOCK_SIZE * ROW_BYTES;
 #pragma unroll T::UNROLL
         for (int n = 0; n < T::COPIES; n++)
-            copy_async(target + place_after(own, n), source + n * T::SIZE * 16, n * T::SIZE < left);
+            if (wanted(n * T::SIZE))
+                copy_async(target + place_after(own, n), source + n * T::SIZE * 16, n * T::SIZE < left);
     }
 
     // Of piece own + n SIZE of a block. Where rows are STEP apart, a power of 2, and the first is less than it, places
@@ -274,13 +291,17 @@ struct CodeTile : Team<WARPS> {
     static constexpr bool NEIGHBOURS_IN_ONE = false;
 
     __device__ __forceinline__ void copy(u32 target, const char* plane, int first, int end) const {
+        copy_if(target, plane, first, end, [](int) { return true; });
+    }
+    template <typename Wanted>
+    __device__ __forceinline__ void copy_if(u32 target, const char* plane, int first, int end, Wanted wanted) const {
         u32 own = computed_again(T::member);
         int left = T::rows_left(first, end) * (int)P - (int)own;
         const char* source = plane + own * 16;
 #pragma unroll T::UNROLL
         for (u32 n = 0; n < T::COPIES; n++) {
             u32 i = own + n * T::SIZE;
-            if (T::PIECES % T::SIZE == 0 || i < T::PIECES)
+            if ((T::PIECES % T::SIZE == 0 || i < T::PIECES) && wanted((int)(n * T::SIZE)))
                 copy_async(target + place(T::block * BLOCK_SIZE + i / P, i % P), source + n * T::SIZE * 16,
                            (int)n * T::SIZE < left);
         }

@@ -133,7 +133,7 @@ def attend(
     partials = machine.put(np.full((places, heads.kv, 16, heads.head_dim + 2), np.nan, np.float32))
     tickets = machine.put(np.zeros((places, heads.kv), np.int32))
     buffers = SimpleNamespace(attended=out, partials=partials, tickets=tickets)
-    device = SimpleNamespace(launch=machine.launch, buffers=buffers)
+    device = SimpleNamespace(launch=machine.launch, buffers=buffers, kernels=SimpleNamespace(shared_limit=227 << 10))
     sizes = attention_work.Sizes(heads.group, heads.head_dim, places)
     block_tables = BlockTables(machine.put(tables))
     block_tables.host[:] = tables
@@ -191,20 +191,23 @@ def check_same_bits(machine: Machine, heads: Heads, same: Callable[..., None], l
 
 
 # Last rows of tiles and partials and first ones of the next, with 1 to 4 tiles in the last partial.
+NO_LIMIT = 1 << 20
+KERNELS = {"decode": (NO_LIMIT, 0), "ahead": (NO_LIMIT, NO_LIMIT), "tail": (1, 0)}  # LEAST_TAILS, AHEAD_BLOCKS
 EDGES = [0, 1, 15, 16, 62, 63, 64, 127, 128, 191, 192, 255, 256, 257, 319, 320, 511, 512, 700]
 
 
 def check_few_rows(machine: Machine, heads: Heads, same: Callable[..., None]) -> None:
     """Decoded, and as drafts of any number that fits: rows up to an edge have the bits that they have in a prompt;
-    of one, and of three that may stand on both sides of a partial's border, also as among many sequences."""
+    of one, and of three that may stand on both sides of a partial's border, by each of the kernels."""
     of = context(heads, EDGES[-1] + 17, seed=3)
     prompts = [range(max(0, edge - 15), edge + 17) for edge in EDGES]
     wanted = dict(zip(EDGES, attend(machine, heads, [(of, rows) for rows in prompts]), strict=True))
     for count in range(1, 16 // heads.group + 1):
         few = {edge: range(edge + 1 - count, edge + 1) for edge in EDGES if edge + 1 >= count}
-        for least_tails in (len(few) + 1, len(few)) if count in (1, 3) else (len(few) + 1,):
+        for least_tails, ahead_blocks in KERNELS.values() if count in (1, 3) else [KERNELS["decode"]]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(attention_work, "LEAST_TAILS", least_tails)
+                patch.setattr(attention, "AHEAD_BLOCKS", ahead_blocks)
                 found = attend(machine, heads, [(of, rows) for rows in few.values()], seed=count)
             for (edge, rows), h in zip(few.items(), found, strict=True):
                 first = rows.start - max(0, edge - 15)

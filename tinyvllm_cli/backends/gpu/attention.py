@@ -23,6 +23,7 @@ DECODE_WARPS = 4
 WARP = 32
 
 PARTIAL_BLOCKS = PARTIAL_KEYS // BLOCK_SIZE  # KV blocks of a partial
+AHEAD_BLOCKS = 128  # of threads, at most, of attend_ahead: each takes most of a multiprocessor's shared memory
 MAX_PLACES = 4096  # partials that are kept at once: one launch for 256 sequences of 4,096 tokens
 LOG2_E = 1.4426950408889634
 
@@ -79,10 +80,22 @@ def tail_shared(head_dim: int, kv_dtype: KVDtypeName) -> int:
 @cache
 def decode_shared(head_dim: int, kv_dtype: KVDtypeName) -> int:
     """Shared memory of a block: weights of each tile, sums and greatest scores, then tiles of K, or of V."""
-    exchange = DECODE_WARPS * (MMA_ROWS * TILE_KEYS * 2 + WARP * 8 + MMA_ROWS * 4 + 2 * _scales_bytes(kv_dtype))
-    if kv_dtype == "fp8":
-        return exchange + DECODE_WARPS * TILE_KEYS * _code_row_bytes(head_dim)
-    return exchange + (DECODE_WARPS if head_dim <= 128 else 2) * TILE_KEYS * _row_bytes(head_dim)
+    tiles = DECODE_WARPS if kv_dtype == "fp8" or head_dim <= 128 else 2
+    return _exchange_bytes(kv_dtype) + tiles * _decode_tile_bytes(head_dim, kv_dtype)
+
+
+@cache
+def ahead_shared(head_dim: int, kv_dtype: KVDtypeName) -> int:
+    """Likewise of attend_ahead: all tiles of K and of V."""
+    return _exchange_bytes(kv_dtype) + 2 * DECODE_WARPS * _decode_tile_bytes(head_dim, kv_dtype)
+
+
+def _exchange_bytes(kv_dtype: KVDtypeName) -> int:
+    return DECODE_WARPS * (MMA_ROWS * TILE_KEYS * 2 + WARP * 8 + MMA_ROWS * 4 + 2 * _scales_bytes(kv_dtype))
+
+
+def _decode_tile_bytes(head_dim: int, kv_dtype: KVDtypeName) -> int:
+    return TILE_KEYS * (_code_row_bytes if kv_dtype == "fp8" else _row_bytes)(head_dim)
 
 
 def _stages(head_dim: int) -> int:
@@ -142,11 +155,18 @@ def attend(device: Device, q: Any, cache: KVCache, rows: Rows, *, layer: int) ->
                 shared=prefix_shared(head_dim, cache.kv_dtype),
             )
         prefixes, tails = decode.prefix is not None, decode.tails is not None
+        grid = (len(decode.items), num_kv_heads)
+        of_items = (out, buffers.partials, buffers.tickets, q, pool, decode.items, *of_rows)
+        ahead = ahead_shared(head_dim, cache.kv_dtype)
+        few = grid[0] * grid[1] <= AHEAD_BLOCKS and not (prefixes or tails)
+        if few and ahead <= device.kernels.shared_limit:
+            device.launch("attend_ahead", grid, DECODE_WARPS * WARP, (*of_items, *tail), shared=ahead)
+            continue
         device.launch(
             "attend_decode",
-            (len(decode.items), num_kv_heads),
+            grid,
             DECODE_WARPS * WARP,
-            (out, buffers.partials, buffers.tickets, q, pool, decode.items, *of_rows, prefixes, tails, *tail),
+            (*of_items, prefixes, tails, *tail),
             shared=decode_shared(head_dim, cache.kv_dtype),
         )
         if decode.tails is not None:
