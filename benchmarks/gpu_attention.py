@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
-from gpu_timeline import equal_rows, fill_pool, kernel_works
+from gpu_timeline import attention_work, equal_rows, fill_pool
 from run_main import run_main
 
 from tinyvllm_cli.backends.gpu import ops
@@ -83,7 +83,7 @@ def line(backend: GpuBackend, timing: GpuTiming, step: Step) -> str:
     count, rows_each, before, shared = step
     config = backend._config
     batch = shared_rows(step, config.vocab_size)
-    work = kernel_works(config, batch, backend.facts.kv_bytes_per_token)["attend_decode"]
+    work = attention_work(config, batch, backend.facts.kv_bytes_per_token)
     layer = np.array(seconds(backend, timing, batch)) / config.num_layers
     what = f"{count} x {rows_each} after {before}" if before else f"{count} prompts of {rows_each:,}"
     what += f", {shared:,} shared" if shared else ""

@@ -24,6 +24,8 @@ import numpy as np
 from run_main import run_main
 
 from tinyvllm_cli.backends.gpu import ops
+from tinyvllm_cli.backends.gpu.attention import PARTIAL_KEYS
+from tinyvllm_cli.backends.gpu.attention_work import LEAST_TAILS
 from tinyvllm_cli.backends.gpu.backend import GpuBackend
 from tinyvllm_cli.backends.gpu.device import elem_dtype
 from tinyvllm_cli.backends.gpu.random_weights import fill_matrix
@@ -48,6 +50,9 @@ class Work:
 
     bytes: float = 0.0
     flops: float = 0.0
+
+    def part(self, share: float) -> Work:
+        return Work(share * self.bytes, share * self.flops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +129,10 @@ def kernel_works(c: ModelConfig, batch: Batch, token_bytes: float) -> dict[str, 
     """
     elem, f32 = 2, 4
     rows, sampled = len(batch.token_ids), len(batch.logits_indices)
-    new, before = np.diff(batch.query_start_loc).astype(float), batch.num_computed.astype(float)
-    keys, pairs = float((before + new).sum()), float((new * before + new * (new + 1) / 2).sum())
     kv_row, q_row, kv_bytes = 2 * c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim, token_bytes / c.num_layers
     qkv, gate_up = (q_row + kv_row) * c.hidden_size, 2 * c.intermediate_size * c.hidden_size
-    attention = Work(keys * kv_bytes + 2 * elem * rows * q_row, 4 * pairs * q_row)
+    attention = attention_work(c, batch, token_bytes)
+    ends = last_partials(batch)
     return {
         "embed": Work(rows * c.hidden_size * (elem + f32)),
         "normed_qkv": Work(elem * qkv + rows * (f32 * c.hidden_size + elem * q_row + kv_bytes), 2.0 * rows * qkv),
@@ -137,12 +141,30 @@ def kernel_works(c: ModelConfig, batch: Batch, token_bytes: float) -> dict[str, 
         ),
         "rms_norm": Work(rows * c.hidden_size * (f32 + elem)),
         "rope_write": Work(rows * (elem * (2 * q_row + kv_row) + kv_bytes)),
-        "attend_decode": attention,
+        "attend_ahead": attention,
+        "attend_decode": attention.part(1 - ends),  # where attend_tail has the others
+        "attend_tail": attention.part(ends),
         "attend_prefill": attention,
         "silu_mul": Work(3 * elem * rows * c.intermediate_size),
         "scan_rows": Work(f32 * sampled * c.vocab_size),
         "sample_rows": Work(f32 * sampled * c.vocab_size),
     }
+
+
+def attention_work(c: ModelConfig, batch: Batch, token_bytes: float) -> Work:
+    """Of attention in one layer."""
+    new, before = np.diff(batch.query_start_loc).astype(float), batch.num_computed.astype(float)
+    keys, pairs = float((before + new).sum()), float((new * before + new * (new + 1) / 2).sum())
+    q_row = c.num_heads * c.head_dim
+    return Work(keys * token_bytes / c.num_layers + 2 * 2 * len(batch.token_ids) * q_row, 4 * pairs * q_row)
+
+
+def last_partials(batch: Batch) -> float:
+    """Which share of all keys the last partials of the sequences have, where a kernel of its own has those."""
+    if len(batch.slots) < LEAST_TAILS:
+        return 0
+    keys = batch.num_computed + np.diff(batch.query_start_loc)
+    return float(((keys - 1) % PARTIAL_KEYS + 1).sum() / keys.sum())
 
 
 # ---------------------------------------------------------------- steps

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TESTS = ("tests/test_gpu_ops.py", "tests/test_gpu_attention.py", "tests/test_gpu_sample.py", "tests/test_gpu_skinny.py")
+TESTS = tuple(f"tests/test_gpu_{part}.py" for part in ("ops", "attention", "sample", "skinny", "medium"))
 # One kernel a test: under a sanitizer each launch takes long, and the matrix library's kernels are not ours to mend.
 KERNELS = (
     "it_is_right or bits_of_each or rms_norm or rope_write or silu_mul or add_bias or embed or attention_is "
