@@ -10,9 +10,9 @@
 //   out      elem [rows, ld], of medium_add float32; ld >= N; nothing but its [rows, N] is touched
 //   N, K and ld are multiples of 8; maps are of slabs of 64 columns, swizzled by 128 bytes
 //
-// Launch: at least ceil(N / ROWS) x ceil(rows / TOKENS) blocks of THREADS threads, in clusters of sizes that are powers
-// of two; stages (STAGE_BYTES + 24) bytes of dynamic shared memory, `stages` a multiple of both sizes. Rows, slabs and
-// tokens of a tile stand in the table in tinyvllm_cli/backends/gpu/medium.py; the number in a name is that of groups.
+// Launch: at least ceil(N / ROWS) x ceil(rows / TOKENS) blocks of THREADS threads, in clusters of sizes of 1 or 2;
+// stages (STAGE_BYTES + 24) bytes of dynamic shared memory, of 2 stages at least. Rows, slabs and tokens of a tile
+// stand in the table in tinyvllm_cli/backends/gpu/medium.py; the number in a name is that of groups.
 // On other cards they do nothing, and are not launched.
 // NumPy: out[:, :N] = a @ weight.T, or +=, summed in float32 and rounded once.
 #include "medium_results.cuh"

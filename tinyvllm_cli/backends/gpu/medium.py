@@ -56,7 +56,7 @@ def plan(name: str, groups: int, n: int, k: int, rows: int) -> Plan:
     sharers = min(-(-rows // tokens), 2)
     parts = sharers * -(-rows // (tokens * sharers))
     needed, room = -(-k // (SLAB * SLABS[groups])), RING_BYTES // (stage_bytes(groups, tokens) + BARRIER_BYTES)
-    stages = max(min(room // sharers, -(-needed // sharers)) * sharers, MIN_STAGES)
+    stages = max(min(room, needed), MIN_STAGES)
     return Plan(groups, tokens, stages, (row_tiles, parts), (1, sharers))
 
 
