@@ -27,7 +27,8 @@ struct Tile {
 
 // A ring of stages in shared memory, each of slabs of the weight and then slabs of activations, and behind them its
 // barriers: where a stage's bytes have come, and where the blocks of a cluster have read what one of them copies to
-// all. What blocks share is copied by them in turn, stage by stage; so `stages` is a multiple of the cluster's sizes.
+// all. What two blocks share is copied by them in turn, stage by stage: if the number of stages is odd, a slot is one's
+// and the other's from round to round.
 template <typename T>
 struct Ring {
     u32 start;
@@ -40,14 +41,14 @@ struct Ring {
     __device__ __forceinline__ u32 tokens_read(int slot) const { return weight_read(stages) + slot * 8; }
 };
 
-// A stage's place in the ring, and the parity of its round.
+// A stage's place in the ring, and how often its slot was filled before.
 struct Place {
     int slot = 0;
     u32 round = 0;
 
     __device__ __forceinline__ void advance(int count, int stages) {
         slot += count;
-        if (slot >= stages) slot -= stages, round ^= 1;
+        if (slot >= stages) slot -= stages, round++;
     }
 };
 
@@ -63,9 +64,10 @@ __device__ __forceinline__ void copy_tiles(const Ring<T>& ring, const TensorMap&
                                            int num_stages, u32 slab_bytes, Target target, Read read) {
     Place place;
     place.advance(share.first, ring.stages);
+    const u32 in_turn = ring.stages & share.sharers - 1;  // 1: a slot is this block's every second round
 #pragma unroll 1
     for (int stage = share.first; stage < num_stages; stage += share.sharers) {
-        if (stage >= ring.stages) wait_at(read(place.slot), place.round ^ 1);
+        if (stage >= ring.stages) wait_at(read(place.slot), place.round - 1 >> in_turn & 1);
 #pragma unroll
         for (int slab = 0; slab < T::SLABS; slab++) {
             const u32 to = target(place.slot) + slab * slab_bytes;
@@ -96,7 +98,7 @@ __device__ __forceinline__ void multiply_tiles(float (&sums)[T::TOKENS / 2], con
     hold(sums);
 #pragma unroll 1
     for (int stage = 0; stage < num_stages; stage++) {
-        wait_at(ring.came(place.slot), place.round);
+        wait_at(ring.came(place.slot), place.round & 1);
         // For the slot's next stage, before anyone may copy it.
         if (threadIdx.x == 0 && stage + ring.stages < num_stages)
             arrive_expecting(ring.came(place.slot), T::STAGE_BYTES);
@@ -111,10 +113,10 @@ __device__ __forceinline__ void multiply_tiles(float (&sums)[T::TOKENS / 2], con
                                         b + slab * (T::TOKENS_SLAB >> 4) + step * NEXT_STEP);
         commit_products();
         wait_for_products<1>();  // the stage before is multiplied
-        if (stage > 0 && stage - 1 + ring.stages < num_stages) {
-            const int slot = before.slot;
-            if (lane == 0) arrive_at(ring.weight_read(slot), mine.x + (slot & (size.y - 1)) * size.x);
-            if (lane == 1) arrive_at(ring.tokens_read(slot), (slot & (size.x - 1)) + mine.y * size.x);
+        const int next = stage - 1 + ring.stages;  // of its slot
+        if (stage > 0 && next < num_stages) {
+            if (lane == 0) arrive_at(ring.weight_read(before.slot), mine.x + (next & (size.y - 1)) * size.x);
+            if (lane == 1) arrive_at(ring.tokens_read(before.slot), (next & (size.x - 1)) + mine.y * size.x);
         }
         before = place;
         place.advance(1, ring.stages);

@@ -38,12 +38,22 @@ extern "C" __global__ void __launch_bounds__(192, 1)
             return product_add<Tile<1, 40, 2>>(operands, out, rows, N, ld);
         case 48:
             return product_add<Tile<1, 48, 2>>(operands, out, rows, N, ld);
+        case 56:
+            return product_add<Tile<1, 56, 2>>(operands, out, rows, N, ld);
         case 64:
             return product_add<Tile<1, 64, 2>>(operands, out, rows, N, ld);
         case 72:
             return product_add<Tile<1, 72, 2>>(operands, out, rows, N, ld);
+        case 80:
+            return product_add<Tile<1, 80, 2>>(operands, out, rows, N, ld);
+        case 88:
+            return product_add<Tile<1, 88, 2>>(operands, out, rows, N, ld);
         case 96:
             return product_add<Tile<1, 96, 2>>(operands, out, rows, N, ld);
+        case 104:
+            return product_add<Tile<1, 104, 2>>(operands, out, rows, N, ld);
+        case 112:
+            return product_add<Tile<1, 112, 2>>(operands, out, rows, N, ld);
         case 128:
             return product_add<Tile<1, 128, 2>>(operands, out, rows, N, ld);
     }

@@ -8,12 +8,22 @@ extern "C" __global__ void __launch_bounds__(320, 1)
     switch (tokens) {
         case 32:
             return product_elem<Tile<2, 32, 1>>(operands, out, rows, N, ld);
+        case 48:
+            return product_elem<Tile<2, 48, 1>>(operands, out, rows, N, ld);
         case 64:
             return product_elem<Tile<2, 64, 1>>(operands, out, rows, N, ld);
+        case 72:
+            return product_elem<Tile<2, 72, 1>>(operands, out, rows, N, ld);
         case 80:
             return product_elem<Tile<2, 80, 1>>(operands, out, rows, N, ld);
+        case 88:
+            return product_elem<Tile<2, 88, 1>>(operands, out, rows, N, ld);
         case 96:
             return product_elem<Tile<2, 96, 1>>(operands, out, rows, N, ld);
+        case 112:
+            return product_elem<Tile<2, 112, 1>>(operands, out, rows, N, ld);
+        case 128:
+            return product_elem<Tile<2, 128, 1>>(operands, out, rows, N, ld);
         case 144:
             return product_elem<Tile<2, 144, 1>>(operands, out, rows, N, ld);
         case 192:

@@ -145,14 +145,20 @@ __device__ void multiply_add(float (&sums)[N / 2], u64 a, u64 b);
 #define SUMS_40 SUMS_32, F4(16)
 #define NAMES_48 NAMES_32 ", " "%16, %17, %18, %19, %20, %21, %22, %23"
 #define SUMS_48 SUMS_32, F4(16), F4(20)
+#define NAMES_56 NAMES_48 ", " "%24, %25, %26, %27"
+#define SUMS_56 SUMS_48, F4(24)
 #define NAMES_64 NAMES_48 ", " "%24, %25, %26, %27, %28, %29, %30, %31"
 #define SUMS_64 SUMS_48, F4(24), F4(28)
 #define NAMES_72 NAMES_64 ", " "%32, %33, %34, %35"
 #define SUMS_72 SUMS_64, F4(32)
 #define NAMES_80 NAMES_64 ", " "%32, %33, %34, %35, %36, %37, %38, %39"
 #define SUMS_80 SUMS_64, F4(32), F4(36)
+#define NAMES_88 NAMES_80 ", " "%40, %41, %42, %43"
+#define SUMS_88 SUMS_80, F4(40)
 #define NAMES_96 NAMES_80 ", " "%40, %41, %42, %43, %44, %45, %46, %47"
 #define SUMS_96 SUMS_80, F4(40), F4(44)
+#define NAMES_104 NAMES_96 ", " "%48, %49, %50, %51"
+#define SUMS_104 SUMS_96, F4(48)
 #define NAMES_112 NAMES_96 ", " "%48, %49, %50, %51, %52, %53, %54, %55"
 #define SUMS_112 SUMS_96, F4(48), F4(52)
 #define NAMES_128 NAMES_112 ", " "%56, %57, %58, %59, %60, %61, %62, %63"
@@ -192,10 +198,14 @@ __device__ void multiply_add(float (&sums)[N / 2], u64 a, u64 b);
 DEFINE_MULTIPLY_ADD(32, 16, 17)
 DEFINE_MULTIPLY_ADD(40, 20, 21)
 DEFINE_MULTIPLY_ADD(48, 24, 25)
+DEFINE_MULTIPLY_ADD(56, 28, 29)
 DEFINE_MULTIPLY_ADD(64, 32, 33)
 DEFINE_MULTIPLY_ADD(72, 36, 37)
 DEFINE_MULTIPLY_ADD(80, 40, 41)
+DEFINE_MULTIPLY_ADD(88, 44, 45)
 DEFINE_MULTIPLY_ADD(96, 48, 49)
+DEFINE_MULTIPLY_ADD(104, 52, 53)
+DEFINE_MULTIPLY_ADD(112, 56, 57)
 DEFINE_MULTIPLY_ADD(128, 64, 65)
 DEFINE_MULTIPLY_ADD(144, 72, 73)
 DEFINE_MULTIPLY_ADD(192, 96, 97)

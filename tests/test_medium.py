@@ -31,9 +31,25 @@ def test_every_number_is_a_blocks_and_everything_fits(name: str, n: int, k: int)
         assert width in medium.TOKENS[name]
         assert n <= cut.grid[0] * height < n + height and rows <= cut.grid[1] * width
         assert all(blocks % size == 0 for blocks, size in zip(cut.grid, cut.cluster, strict=True))
-        assert all(cut.stages % size == 0 for size in cut.cluster)
+        assert set(cut.cluster) <= {1, 2} and cut.stages >= medium.MIN_STAGES
         assert cut.shared_bytes <= SHARED_LIMIT
         assert 2 * height * width <= cut.stages * medium.stage_bytes(groups, width)  # the results
+
+
+@pytest.mark.parametrize(
+    ("n", "rows", "groups"),
+    [(4224, 256, 1), (4232, 80, 1), (4232, 81, 2), (6144, 144, 2), (8448, 80, 1), (8456, 17, 2)],
+)
+def test_blocks_have_more_rows_of_a_weight_that_has_many(n: int, rows: int, groups: int):
+    """More than a tile of 64 for each multiprocessor, or more than one for every two where rows are to be parted."""
+    assert medium._groups(n, rows) == groups
+
+
+def test_a_tile_that_adds_has_half_of_the_rows():
+    """Of products that add: what a tile has more is copied and multiplied for nothing."""
+    for rows in range(64, 225, 16):
+        cut = medium.plan("medium_add", 1, 4096, 14336, rows)
+        assert cut.grid[1] * cut.tokens == rows
 
 
 @pytest.mark.parametrize("name", medium.TOKENS)

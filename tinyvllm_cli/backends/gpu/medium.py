@@ -17,13 +17,14 @@ BLOCKS = 132  # that a card runs at once: one on each multiprocessor of an H100 
 GROUP_ROWS, GROUP_THREADS, LOADERS = 64, 128, 64  # of the warps that multiply together; threads that load
 RING_BYTES = 225 << 10  # of shared memory, at most
 BARRIER_BYTES = 3 * 8  # of a stage
+FEW_ROWS = 80  # up to which a block that has all of them is quicker than two that have half of them each
 MIN_STAGES = 2  # whose room the results take at the end
 SLABS = {1: 2, 2: 1}  # of a stage, by groups
 # Numbers of tokens that a block may have, as the kernels are compiled.
 TOKENS = {
-    "medium_elem_1": (32, 48, 64, 80, 96, 128),
-    "medium_elem_2": (32, 64, 80, 96, 144, 192, 256),
-    "medium_add": (32, 40, 48, 64, 72, 96, 128),
+    "medium_elem_1": (32, 48, 64, 72, 80, 88, 96, 104, 112, 128),
+    "medium_elem_2": (32, 48, 64, 72, 80, 88, 96, 112, 128, 144, 192, 256),
+    "medium_add": (32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 128),
 }
 
 
@@ -56,8 +57,15 @@ def plan(name: str, groups: int, n: int, k: int, rows: int) -> Plan:
     sharers = min(-(-rows // tokens), 2)
     parts = sharers * -(-rows // (tokens * sharers))
     needed, room = -(-k // (SLAB * SLABS[groups])), RING_BYTES // (stage_bytes(groups, tokens) + BARRIER_BYTES)
-    stages = max(min(room // sharers, -(-needed // sharers)) * sharers, MIN_STAGES)
+    stages = max(min(room, needed), MIN_STAGES)
     return Plan(groups, tokens, stages, (row_tiles, parts), (1, sharers))
+
+
+def _groups(n: int, rows: int) -> int:
+    """That a block has of a product which does not add: two for weights of many rows, and where there are
+    multiprocessors for two parts of the tokens only if blocks have as many rows."""
+    row_tiles = -(-n // GROUP_ROWS)
+    return 2 if row_tiles > BLOCKS or (2 * row_tiles > BLOCKS and rows > FEW_ROWS) else 1
 
 
 def digest() -> str:
@@ -81,7 +89,7 @@ def multiply(kernels: Kernels, stream: Any, out: Any, a: Any, weight: Any, rows:
     """out[:rows, :N] = a[:rows] @ weight.T, or += with `add`, of arrays as Blas.product takes them and `fits` wants
     them; nothing else of `out` is touched."""
     n, k = weight.shape
-    groups = 2 if n > GROUP_ROWS * BLOCKS and not add else 1
+    groups = 1 if add else _groups(n, rows)
     name = "medium_add" if add else f"medium_elem_{groups}"
     cut = plan(name, groups, n, k, rows)
     maps = (tensor_map(weight.data.ptr, n, k, groups * GROUP_ROWS), tensor_map(a.data.ptr, *a.shape, cut.tokens))
