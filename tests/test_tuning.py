@@ -123,6 +123,10 @@ class Library:
         took, self.captured = self.captured, None
         return SimpleNamespace(launch=lambda stream: self.pass_time(sum(took)), close=lambda: None)
 
+    def launch(self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...]) -> None:
+        """A kernel that stands before a product where that is timed, and takes no time."""
+        assert self.captured is not None and name == "rms_norm" and grid[0] <= 272
+
     def pass_time(self, milliseconds: float) -> None:
         self.clock += milliseconds
 
@@ -174,6 +178,7 @@ def subject(library: Library, card: str = "a card", *, codes: bool = False) -> t
     arrays |= {name: host((272, K)) for name in ("attended", "picked")}
     arrays |= {"attended_codes": host((272, K), np.uint8) if codes else None, "row_scales": host((272,), np.float32)}
     outs = {"qkv": host((272, 48)), "gate_up": host((272, 64)), "x": host((272, 32), np.float32)}
+    outs |= {"q": host((272, 2, 16))}
     logits = host((272, 128), np.float32)
     weights = {name: Weight(host(shape, operand)) for name, shape in SHAPES.items()}
     if codes:
@@ -186,8 +191,9 @@ def subject(library: Library, card: str = "a card", *, codes: bool = False) -> t
         card=SimpleNamespace(name=card, multiprocessors=7, cuda=library),
         stream=library,
         buffers=SimpleNamespace(**arrays, **outs, logits=logits),
+        launch=library.launch,
     )
-    return device, SimpleNamespace(layers=[layer] * 3, head=layer.head)
+    return device, SimpleNamespace(layers=[layer] * 3, head=layer.head, final_norm=None)
 
 
 def test_the_quickest_with_the_bits_of_the_first_is_chosen():
