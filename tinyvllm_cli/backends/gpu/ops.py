@@ -35,7 +35,7 @@ __all__ = [
     "sample",
 ]
 
-EMBED_THREADS = 128
+EMBED_THREADS = 512  # at most: each then loads 8 numbers and no more, where they are enough
 NORM_THREADS = 256  # the order of a norm's sum, and so its bits, depend on it
 # Of rope_write: heads that a lane takes at once where rows are many, and what are few; the most threads of a block.
 ROPE_HEADS, FEW_ROPE_ROWS, MAX_ROPE_THREADS = 3, 256, 128
@@ -58,7 +58,8 @@ def embed(device: Device, table: Weight, rows: Rows) -> Array:
     (num_ids, hidden), max_seq_len = table.data.shape, ids.shape[1]
     sizes = (rows.num_rows, hidden, num_ids, max_seq_len)
     args = (x, table.data, rows.token_ids, rows.positions, rows.slots, ids, *sizes)
-    device.launch("embed", (rows.num_rows,), EMBED_THREADS, args)
+    threads = min(EMBED_THREADS, _ceil_div(hidden, GROUP * WARP) * WARP)
+    device.launch("embed", (rows.num_rows,), threads, args)
     return x[: rows.num_rows]
 
 
