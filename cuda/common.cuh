@@ -129,14 +129,16 @@ __device__ __forceinline__ void store16(void* p, uint4 value) {
 }
 
 // 8 elements -> x[0..7].
-__device__ __forceinline__ void load8(float* x, const elem* p) {
-    const uint4 v = load16(p);
+__device__ __forceinline__ void unpack8(float* x, uint4 v) {
     const u32 pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         x[2 * i] = low_float(pairs[i]);
         x[2 * i + 1] = high_float(pairs[i]);
     }
+}
+__device__ __forceinline__ void load8(float* x, const elem* p) {
+    unpack8(x, load16(p));
 }
 
 // 8 float32 -> x[0..7].

@@ -28,6 +28,7 @@ from kernel_laws import (
 )
 
 from tinyvllm_cli.backends import fp8
+from tinyvllm_cli.backends.gpu.ops import rope_shape
 
 U8 = npt.NDArray[np.uint8]
 
@@ -47,7 +48,7 @@ def run_rope_write(
     sizes = map(np.int32, (len(qkv), heads - 2 * kv_heads, kv_heads, rows.width, LAYER, NUM_LAYERS))
     optional = (None if bias is None else device.upload(bias), None, None)
     args = (q, cache, device.upload(qkv, device.dtype), *optional, *map(device.upload, rope), *places)
-    device.launch("rope_write", (-(-len(qkv) * heads // 4),), 128, (*args, *sizes, np.float32(EPS)))
+    device.launch("rope_write", *rope_shape(len(qkv), heads, device.head_dim), (*args, *sizes, np.float32(EPS)))
     blocks, offsets = rows.block_tables[rows.slots, rows.positions // BLOCK], rows.positions % BLOCK
     found = []
     for held in map(np.copy, codes_of(cache.read())):

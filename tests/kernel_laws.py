@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from gpu_tools import Array, OpDevice, Output, assert_close, rounded
 
+from tinyvllm_cli.backends.gpu.ops import rope_shape
 from tinyvllm_cli.backends.gpu.timing import READ_BLOCK, READ_PART
 
 F64 = npt.NDArray[np.float64]
@@ -142,7 +143,7 @@ def rope_write(device: OpDevice, num_rows: int, num_heads: int, num_kv_heads: in
     places = (given.positions, given.slots, given.block_tables)
     sizes = map(np.int32, (num_rows, num_heads, num_kv_heads, rows.width, LAYER, NUM_LAYERS))
     args = (q, cache, device.upload(qkv, device.dtype), *optional, device.upload(cos), device.upload(sin), *places)
-    device.launch("rope_write", (-(-num_rows * heads // 4),), 128, (*args, *sizes, np.float32(EPS)))
+    device.launch("rope_write", *rope_shape(num_rows, heads, head_dim), (*args, *sizes, np.float32(EPS)))
     expected = written_heads(qkv, num_kv_heads, more, q_norm, k_norm, cos[rows.positions], sin[rows.positions])
     found = (finished(q, num_rows), *written_rows(cache, rows))
     for name, actual, wanted in zip("qkv", found, expected, strict=True):

@@ -147,7 +147,7 @@ def is_as_its_parts_up_to_the_cache(device: OpDevice, rows: int, k: int, *, with
     launch("rms_norm", rows, 256, normed, x, norm, None, rows, k, eps)
     skinny.multiply(device.kernels, device.stream, product, normed, weight, rows, add=False)
     q, cache = (output.array for output in wanted)
-    launch("rope_write", rows * (heads + 2 * kv_heads), 32, q, cache, product, added, None, None, *places, *sizes, eps)
+    launch("rope_write", rows, 128, q, cache, product, added, None, None, *places, *sizes, eps)
     q, cache = (output.array for output in found)
     args = (q, cache, x, norm, weight, added, *places, *sizes, k, eps)
     skinny.normed_qkv(device.kernels, device.stream, weight, args, rows)

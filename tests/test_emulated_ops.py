@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import kernel_laws
@@ -14,6 +15,7 @@ from emulated_gpu import product
 from gpu_tools import DTYPES, OpDevice
 
 from tinyvllm_cli.backends.gpu import ops
+from tinyvllm_cli.backends.gpu.kernels import kernel_sources
 from tinyvllm_cli.config import DtypeName
 
 pytestmark = pytest.mark.emulated
@@ -44,6 +46,25 @@ def test_rope_write(head_dim: int, heads: int, kv_heads: int, dtype: DtypeName):
     device = open_device(dtype, head_dim)
     kernel_laws.rope_write(device, 7, heads, kv_heads, bias=False, norms=False)
     kernel_laws.rope_write(device, 43, heads, kv_heads, bias=True, norms=True)
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(48, 5, 2), (64, 9, 3), (128, 16, 1)])
+def test_rope_write_of_many_rows(head_dim: int, heads: int, kv_heads: int):
+    device = open_device("bfloat16", head_dim)
+    kernel_laws.rope_write(device, ops.FEW_ROPE_ROWS + 1, heads, kv_heads, bias=True, norms=True)
+
+
+@pytest.mark.parametrize("num_rows", [1, ops.FEW_ROPE_ROWS, 8192])
+def test_rope_write_is_launched_with_threads_for_all_heads(num_rows: int):
+    source = kernel_sources()["rope_write.cu"]
+    assert f"OCTETS_PER_LANE == 1 ? {ops.ROPE_HEADS} : 1;" in source and "MOST_THREADS = 256;" in source
+    for head_dim, heads in itertools.product(range(16, 257, 16), (3, 15, 48, 144)):
+        octets = head_dim // 16
+        lanes = 8 if octets > 4 else 4 if octets > 2 else octets
+        (rows, parts), threads = ops.rope_shape(num_rows, heads, head_dim)
+        at_once = ops.ROPE_HEADS if octets <= lanes else 1
+        assert rows == num_rows and threads % 32 == 0 and threads <= 256
+        assert parts * threads // lanes * at_once >= heads
 
 
 @pytest.mark.parametrize(("num_rows", "inner"), [(1, 8), (3, 1544)])

@@ -37,8 +37,9 @@ def test_rope_write(heads: int, kv_heads: int, bias: bool, norms: bool, head_dim
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_write_of_many_rows(dtype: DtypeName):
-    kernel_laws.rope_write(open_device(dtype), 300, 9, 3, bias=True, norms=True)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_rope_write_of_many_rows(head_dim: int, dtype: DtypeName):
+    kernel_laws.rope_write(open_device(dtype, head_dim), 300, 9, 3, bias=True, norms=True)
 
 
 @pytest.mark.parametrize(("num_rows", "inner"), [(1, 8), (3, 1536), (300, 1544), (17, 14336)])

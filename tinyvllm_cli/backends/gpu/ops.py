@@ -10,6 +10,7 @@ attention gives gets a kernel of its own.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tinyvllm_cli.backends.gpu import skinny
@@ -34,9 +35,10 @@ __all__ = [
     "sample",
 ]
 
-EMBED_THREADS = 128
+EMBED_THREADS = 512  # at most: each then loads 8 numbers and no more, where they are enough
 NORM_THREADS = 256  # the order of a norm's sum, and so its bits, depend on it
-ROPE_HEADS = 4  # of a block of threads, a warp each
+# Of rope_write: heads that a lane takes at once where rows are many, and what are few; the most threads of a block.
+ROPE_HEADS, FEW_ROPE_ROWS, MAX_ROPE_THREADS = 3, 256, 128
 GROUP = 8  # numbers of a thread in the kernels that go number by number
 GROUP_THREADS = 256
 WARP = 32
@@ -56,7 +58,8 @@ def embed(device: Device, table: Weight, rows: Rows) -> Array:
     (num_ids, hidden), max_seq_len = table.data.shape, ids.shape[1]
     sizes = (rows.num_rows, hidden, num_ids, max_seq_len)
     args = (x, table.data, rows.token_ids, rows.positions, rows.slots, ids, *sizes)
-    device.launch("embed", (rows.num_rows,), EMBED_THREADS, args)
+    threads = min(EMBED_THREADS, _ceil_div(hidden, GROUP * WARP) * WARP)
+    device.launch("embed", (rows.num_rows,), threads, args)
     return x[: rows.num_rows]
 
 
@@ -88,9 +91,21 @@ def qkv_rope_write(
         return q[:num_rows]
     _norm_product(device, x, norm, eps, qkv, y, num_rows)
     args = (q, cache.blocks, y, bias, q_norm, k_norm, *rope, *places, *sizes, eps)
-    blocks = _ceil_div(num_rows * (num_heads + 2 * num_kv_heads), ROPE_HEADS)
-    device.launch("rope_write", (blocks,), ROPE_HEADS * WARP, args)
+    shape = rope_shape(num_rows, num_heads + 2 * num_kv_heads, q.shape[2])
+    device.launch("rope_write", *shape, args)
     return q[:num_rows]
+
+
+@lru_cache(maxsize=1)  # all layers of a step ask the same
+def rope_shape(num_rows: int, heads: int, head_dim: int) -> tuple[tuple[int, int], int]:
+    """The grid of rope_write and the threads of a block. Few rows take the least time with a head for each lane, many
+    with several: what a lane loads once for all of them is much, and more bytes are on their way."""
+    octets = head_dim // 16
+    lanes = min(8, 1 << (octets - 1).bit_length())
+    heads_each = 1 if num_rows <= FEW_ROPE_ROWS or octets > lanes else ROPE_HEADS
+    threads = _ceil_div(heads, heads_each) * lanes
+    parts = _ceil_div(threads, MAX_ROPE_THREADS)
+    return (num_rows, parts), _ceil_div(threads, parts * WARP) * WARP
 
 
 def attention(device: Device, q: Array, cache: KVCache, rows: Rows, *, layer: int) -> Array:
