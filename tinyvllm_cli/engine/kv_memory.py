@@ -73,7 +73,6 @@ class KVMemory:
             sequence.num_computed += len(found) * self.block_size
             self._append(sequence, found)
             self._count_found(sequence, len(found) * self.block_size)
-            self.prefix.enter(sequence)
         self.prefix.next(sequence)  # it computes what nobody does
 
     def waits(self, sequence: Sequence) -> bool:
