@@ -168,7 +168,7 @@ def test_a_step_with_a_prompt_calls_few_functions(running: Running):
     running.engine.abort(3)
     running.engine.add(request(SLOTS, prompt(SLOTS), max_tokens=400))
     calls = python_calls(running.engine.step)
-    assert calls["call"] - plain["call"] <= 36 * LAYERS + 185, (calls, plain)
+    assert calls["call"] - plain["call"] <= 36 * LAYERS + 190, (calls, plain)
 
 
 def test_a_decode_step_takes_little_memory_and_gives_it_back(running: Running):
