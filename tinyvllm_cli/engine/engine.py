@@ -190,7 +190,7 @@ class Engine:
             self._backend.copy_blocks(plan.copies)
         self._in_flight.append(Step(self._backend.step(plan.batch), plan.sampled, plan.told, plan.masked))
         batcher = self._batcher
-        self.stats.count_step(len(batcher.running), batcher.preemptions, batcher.memory)
+        self.stats.count_step(batcher.num_slots_busy, batcher.preemptions, batcher.memory)
 
     def _land(self, sampled: list[Sequence], token_ids: list[int]) -> list[Event]:
         """What the tokens of a step bring. The loop runs for every token of every answer: it calls little."""
