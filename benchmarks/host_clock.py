@@ -59,7 +59,7 @@ class Clock:
     @contextmanager
     def watching(self, backend: Backend) -> Iterator[None]:
         calls = [
-            (Engine, "_accept_added", "accept"),
+            (Engine, "_take_in", "accept"),
             (Engine, "step", "step"),
             (Batcher, "plan", "plan"),
             (Grammars, "fill", "fill"),

@@ -33,6 +33,7 @@ class Job:
     asked: Text | None = None  # what it had to compute when it began; None: it waits for another sample, or has no slot
     turn: int | None = None  # in which it began to decode; None: it does not
     forked: bool = False  # others may hold the block that it is to write on in
+    has_slot: bool = False
 
     @property
     def known(self) -> int:
@@ -72,6 +73,10 @@ class BruteBatcher:
     @property
     def owned(self) -> set[Block]:
         return {block for job in self.running for block in job.blocks}
+
+    @property
+    def free_slots(self) -> int:
+        return self.lim.max_slots - sum(job.has_slot for job in self.running)
 
     @property
     def num_available(self) -> int:
@@ -130,6 +135,8 @@ class BruteBatcher:
     # ------------------------------------------------------------ what happens
 
     def plan(self) -> Step | None:
+        for job in self.running:
+            job.has_slot &= job.left > 0
         for job in self.behind():
             self.adopt(job)
         self.grow()
@@ -187,7 +194,7 @@ class BruteBatcher:
         self.copies = [copy for copy in self.copies if copy[1] not in job.blocks]
         for block in job.blocks[::-1]:
             self.disown(job, block)
-        job.blocks, job.asked, job.turn, job.forked = [], None, None, False
+        job.blocks, job.asked, job.turn, job.forked, job.has_slot = [], None, None, False, False
 
     def preempt_youngest(self) -> None:
         job = self.running[-1]
@@ -258,20 +265,21 @@ class BruteBatcher:
             self.take(job)
 
     def admit(self) -> list[Job]:
-        num_slots, worthwhile, admitted = self.lim.max_slots, self.lim.refill_slots, []
-        self.refilling |= num_slots - len(self.running) >= worthwhile or len(self.waiting) < worthwhile
-        while self.refilling and self.waiting and len(self.running) < num_slots:
+        worthwhile, admitted = self.lim.refill_slots, []
+        self.refilling |= self.free_slots >= worthwhile or len(self.waiting) < worthwhile
+        while self.refilling and self.waiting and self.free_slots:
             if len(admitted) == self.lim.admit_slots:
                 break
             job = self.waiting[0]
             if len(job.tokens) < job.known or not self.fits(job):
                 break
             self.running.append(self.waiting.pop(0))
+            job.has_slot = True
             admitted.append(job)
             if not self.comes_with_another(job):
                 job.asked = tuple(job.tokens)
                 self.adopt(job)
-        self.refilling &= bool(self.waiting) and len(self.running) < num_slots
+        self.refilling &= bool(self.waiting) and self.free_slots > 0
         return admitted
 
     def chunk(self, job: Job, budget: int) -> int:

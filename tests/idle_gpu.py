@@ -86,18 +86,22 @@ class IdleBlas:
     def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False, scales: Any = None) -> None:
         self._counts["product"] += 1
 
+    def is_own(self, *arrays: Any) -> bool:
+        """All run as above."""
+        return False
+
     def close(self) -> None:
         """Nothing is held."""
 
 
 @contextmanager
-def idle_backend(slots: int) -> Iterator[tuple[GpuBackend, IdleRuntime]]:
+def idle_backend(slots: int, config: ModelConfig = CONFIG) -> Iterator[tuple[GpuBackend, IdleRuntime]]:
     """A model of 16 layers, with room for every slot's longest sequence."""
     runtime = IdleRuntime()
     engine = EngineConfig(slots=slots, max_batch_tokens=8192, dtype="bfloat16")
-    blocks = 1 + slots * CONFIG.max_position // BLOCK_SIZE
+    blocks = 1 + slots * config.max_position // BLOCK_SIZE
     with emulated_gpu(runtime, IdleKernels, IdleBlas):
-        size = CONFIG.vocab_size
-        backend = GpuBackend(CONFIG, lambda *given: nullcontext(), engine, tokenizer_size=size, num_blocks=blocks)
+        size = config.vocab_size
+        backend = GpuBackend(config, lambda *given: nullcontext(), engine, tokenizer_size=size, num_blocks=blocks)
         yield backend, runtime
         backend.close()

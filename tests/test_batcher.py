@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -136,6 +137,24 @@ def test_a_slot_is_refilled_in_the_next_step():
     assert chunks(plan) == [1, 3]
 
 
+def test_who_has_drawn_its_last_token_gives_its_slot_to_the_next_step():
+    """Before that token is read; its blocks stay, as nobody knows yet what they hold."""
+    batcher = Batcher(limits(max_slots=2, block_size=4))
+    a, b, c = (sequence(3, n, i) for i, n in enumerate((2, 9, 1)))
+    for s in (a, b, c):
+        batcher.add(s)
+    first, second = batcher.plan(), batcher.plan()
+    slot, held = a.slot, list(a.block_table)
+    third = batcher.plan()
+    batcher.check()
+    assert (third.admitted, c.slot, a.slot, a.block_table) == ([c], slot, None, held)
+    assert chunks(third) == [1, 3]
+    for plan in (first, second, third):
+        land(batcher, plan)
+        batcher.check()
+    assert a.finished and not a.block_table and batcher.running == [b]
+
+
 def test_nobody_overtakes_a_sequence_that_waits_for_blocks():
     batcher = Batcher(limits(num_blocks=1 + 8, block_size=4))
     first, big, small = sequence(17, 1, 0), sequence(17, 1, 1), sequence(1, 1, 2)
@@ -153,13 +172,14 @@ def test_nobody_overtakes_a_sequence_that_waits_for_blocks():
 def test_slots_are_refilled_many_at_once(lim: Limits, shapes: list[tuple[int, int]], ahead: int):
     """Where memory holds every slot's sequence: all free slots, once they are enough, or those that wait are few; so
     many in a step as it may be."""
-    batcher = Batcher(lim)
+    batcher = Batcher(replace(lim, num_blocks=4 * lim.num_blocks))  # those that have drawn hold blocks, and no slots
     for i, (prompt_len, max_tokens) in enumerate(shapes):
         batcher.add(sequence(prompt_len, max_tokens, i))
     in_flight: deque[Plan] = deque()
     goes_on = False
     while batcher.waiting or batcher.running:
-        free, waiting = lim.max_slots - len(batcher.running), len(batcher.waiting)
+        drawing = [s for s in batcher.running if s.num_known < s.max_len]  # the others have drawn, and need no slot
+        free, waiting = lim.max_slots - len(drawing), len(batcher.waiting)
         plan = batcher.plan()
         refilled = goes_on or free >= lim.refill_slots or waiting < lim.refill_slots
         assert (len(plan.admitted) if plan else 0) == (min(free, waiting, lim.admit_slots) if refilled else 0)

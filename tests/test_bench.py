@@ -20,12 +20,13 @@ from tinyvllm_cli.bench import bench
 from tinyvllm_cli.bench.figures import median_trial
 from tinyvllm_cli.bench.measure import Measured, measure
 from tinyvllm_cli.bench.meter import Meter
-from tinyvllm_cli.bench.runner import run_trial
+from tinyvllm_cli.bench.runner import TimedRequest, run_trial
 from tinyvllm_cli.bench.table import HEAD, about, print_result, table_rows
+from tinyvllm_cli.bench.trace import trace
 from tinyvllm_cli.bench.workloads import random_requests
 from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.load import open_engine
-from tinyvllm_cli.types import Completion, Request
+from tinyvllm_cli.types import Completion, Request, Stats, Usage
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -125,6 +126,24 @@ def test_the_trace_is_of_the_trial_in_the_middle_and_its_spans_nest(result):
             queue[event["name"]][event["ph"]] = event["ts"]
     for event in requests:
         _is_made_of_its_stats(event, queue[event["name"]], events)
+
+
+def test_the_spans_of_a_slot_follow_each_other_where_last_tokens_are_read_when_the_next_one_has_it():
+    """The first leaves slot 0 at 2, a second before its last token is read; the third has another slot."""
+    requests = [
+        TimedRequest(
+            Completion(request_id=i, custom_id=i, usage=Usage(1, 2), stats=Stats(queued, first, 1.0, 3.0 + i, 1.0)),
+            arrival=0.0,
+            slot=slot,
+        )
+        for i, (queued, first, slot) in enumerate([(0.0, 1.0, 0), (2.0, 2.5, 0), (1.0, 2.0, 1)])
+    ]
+    events = trace(SimpleNamespace(steps=[], requests=requests))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
+    for names in (["request 0", "request 1"], ["first token", "decode"] * 2):
+        _follow_each_other([event for event in spans if event["name"] in names])
+    ends = {event["name"]: (event["ts"] + event["dur"]) / 1e6 for event in events if "e2e_s" in event.get("args", ())}
+    assert ends == {"request 0": 2.0, "request 1": 4.0, "request 2": 5.0}
 
 
 @pytest.mark.usefixtures("no_start")

@@ -16,8 +16,9 @@ from tinyvllm_cli.types import Limits, Sequence, SlotOptions
 class Both:
     """A batcher and the slow one, which are told the same; their states are compared after everything that happens."""
 
-    def __init__(self, lim: Limits, *, prefix_cache: bool = True) -> None:
-        self.lim = lim
+    def __init__(self, lim: Limits, *, prefix_cache: bool = True, as_arrays: bool = True) -> None:
+        """as_arrays: whether prompts are given as arrays too, as the engine does."""
+        self.lim, self.as_arrays = lim, as_arrays
         self.batcher, self.brute = Batcher(lim, prefix_cache=prefix_cache), BruteBatcher(lim, prefix_cache=prefix_cache)
         self.sequences: list[Sequence] = []
         self.jobs: list[Job] = []
@@ -33,7 +34,10 @@ class Both:
         max_len = min(prompt_len + max_tokens, self.lim.max_seq_len)
         for index in range(n):
             req = request(family, prompt, n=n)
-            self.sequences.append(Sequence(req, list(prompt), prompt_len, max_len, SlotOptions(), index))
+            ids = np.array(prompt, np.int32) if self.as_arrays else None
+            self.sequences.append(
+                Sequence(req, list(prompt), prompt_len, max_len, SlotOptions(), index, prompt_ids=ids)
+            )
             self.jobs.append(Job(len(self.jobs), tuple(prompt), max_len, family, list(prompt)))
             self.batcher.add(self.sequences[-1])
             self.brute.waiting.append(self.jobs[-1])
@@ -124,6 +128,7 @@ aborts = st.tuples(st.just("abort"), st.integers(0, 9))
 @given(
     worlds,
     st.booleans() | st.just(True),
+    st.booleans(),
     st.lists(adds, min_size=3, max_size=8),
     st.lists(adds | steps | steps | aborts),
 )
@@ -131,12 +136,15 @@ aborts = st.tuples(st.just("abort"), st.integers(0, 9))
     # The third one, begun again, finds what follows its lost first block evicted when the fourth is further than it.
     lim=limits(max_batch_tokens=3, max_slots=3, max_seq_len=32, block_size=2, num_blocks=19, max_in_flight=2),
     prefix_cache=True,
+    as_arrays=False,
     first=[("add", [0], 1, 1), ("add", [0] * 7, 20, 1), ("add", [0], 15, 2)],
     then=[],
 )
-def test_each_step_is_that_of_a_slow_batcher(lim: Limits, prefix_cache: bool, first: list[tuple], then: list[tuple]):
+def test_each_step_is_that_of_a_slow_batcher(
+    lim: Limits, prefix_cache: bool, as_arrays: bool, first: list[tuple], then: list[tuple]
+):
     """Sequences come, end and are aborted in any order, in memory for few of them."""
-    both = Both(lim, prefix_cache=prefix_cache)
+    both = Both(lim, prefix_cache=prefix_cache, as_arrays=as_arrays)
 
     def step(token: int, eos: bool = False) -> None:
         if not both.plan() or len(both.in_flight) == lim.max_in_flight:

@@ -3,7 +3,7 @@
 import pytest
 from fake_backend import FakeBackend, FakeCodec, NextToken, VirtualClock, hashed, limits, request, scripted
 
-from tinyvllm_cli.engine.engine import Engine
+from tinyvllm_cli.engine.engine import TAKEN_IN_AHEAD, Engine
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.types import Completion, Delta, Event, Failure, Limits, Request, Stats, Usage
 
@@ -250,6 +250,21 @@ def test_wants_more_feeds_the_queue_lazily():
     assert added == 4
     engine.step()
     assert engine.wants_more, "all of them have a slot"
+
+
+def test_a_step_takes_in_what_the_next_ones_need_and_some_more_while_the_backend_computes():
+    """Of many that were added at once. Whoever cannot be answered is told as it is taken in."""
+    taken = []
+    engine, backend = make_engine(hashed(), limits(max_slots=4, admit_slots=2, max_in_flight=2))
+    together = engine._codec.together
+    engine._codec.together = lambda askings: taken.append((len(askings), len(backend.steps))) or together(askings)
+    for i in range(30):
+        engine.add(request(i, () if i == 3 else (5, i), max_tokens=2, ignore_eos=True))
+    events = finish(engine)
+    assert taken[:2] == [(2, 0), (TAKEN_IN_AHEAD, 1)], "requests, and steps that run meanwhile"
+    assert sum(count for count, _ in taken) == 30
+    told = [event.request_id for event in events if isinstance(event, Completion)]
+    assert told[0] == 3 and sorted(told) == list(range(30))
 
 
 def test_bad_requests_alone_do_not_read_a_whole_file_ahead():

@@ -6,7 +6,9 @@ where spans overlap, which is in the queue; times in microseconds from the start
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from tinyvllm_cli.bench.runner import TimedRequest, TimedStep, Trial
@@ -20,8 +22,9 @@ Event = dict[str, Any]
 def trace(trial: Trial) -> dict[str, Any]:
     """The whole file, ready for JSON."""
     events = [*_names(trial), *_steps(trial.steps)]
+    left = _left(trial.requests)
     for timed in trial.requests:
-        events += _request(timed)
+        events += _request(timed, left.get(timed.completion.request_id, math.inf))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -51,14 +54,26 @@ def _steps(steps: list[TimedStep]) -> Iterator[Event]:
         yield {"name": metered.kind, **at, "args": {"step": number}}
 
 
-def _request(timed: TimedRequest) -> Iterator[Event]:
-    """The queue, then the slot: inside of its span one up to the first token, and one from there to the last."""
+def _left(requests: Sequence[TimedRequest]) -> dict[int, float]:
+    """By request, when its slot went to the next one: with its last tokens still under way, which are read later."""
+    entered = sorted(
+        (timed.slot, timed.arrival + timed.completion.stats.queue_s, timed.completion.request_id)
+        for timed in requests
+        if timed.slot is not None and timed.completion.stats is not None
+    )
+    return {mine[2]: after[1] for mine, after in pairwise(entered) if mine[0] == after[0]}
+
+
+def _request(timed: TimedRequest, left: float) -> Iterator[Event]:
+    """The queue, then the slot: inside of its span one up to the first token, and one from there to the last, or to
+    when it `left` the slot."""
     done = timed.completion
     stats, usage = done.stats, done.usage
     if timed.slot is None or stats is None or usage is None or stats.ttft_s is None:
         return
     name, start = f"request {done.custom_id}", timed.arrival
     queued, first, last = start + stats.queue_s, start + stats.ttft_s, start + stats.e2e_s
+    first, last = min(first, left), min(last, left)
     args = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -46,7 +46,8 @@ class Batcher:
     those that were bound and those that were drawn.
 
     A running sequence is first behind, with known tokens to compute; then it decodes, one token behind; then, its last
-    token drawn, it waits for what is in flight. One that gets tokens that nobody draws (go_on) is behind again.
+    token drawn, it waits for what is in flight: in its blocks, as what they hold is known with its tokens, but without
+    a slot, which is free for the next step. One that gets tokens that nobody draws (go_on) is behind again.
     """
 
     def __init__(self, limits: Limits, *, prefix_cache: bool = True) -> None:
@@ -57,6 +58,7 @@ class Batcher:
         self.preemptions = 0
         self._behind: list[Sequence] = []  # in the same order
         self._paused: list[Sequence] = []
+        self._drawn: list[Sequence] = []  # by the step before, all that they may: they need their slots no more
         self._decoding = Decoding(limits.block_size)
         self._samples = Samples()
         self._free_slots = list(range(limits.max_slots))[::-1]  # a stack, lowest on top
@@ -77,6 +79,7 @@ class Batcher:
 
     def plan(self) -> Plan | None:
         """Give free slots to the queue and lay out the next step; None when nothing can run before more is landed."""
+        self._vacate_drawn()
         for sequence in self._behind:
             self.memory.adopt(sequence)
         self._grow_decoding()
@@ -92,6 +95,11 @@ class Batcher:
         batch, sampled, told, masked = self._batch(count, chunks)
         self._regroup(count, chunks)
         return Plan(admitted, list(map(_slot, admitted)), copies, batch, sampled, told, masked)
+
+    @property
+    def num_slots_busy(self) -> int:
+        """Slots of the step that was planned last."""
+        return self.limits.max_slots - len(self._free_slots)
 
     @property
     def has_paused(self) -> bool:
@@ -127,7 +135,7 @@ class Batcher:
         bound, and writes, in later calls, which take effect after those steps (the seam's contract, line 4).
         """
         sequence.finished = True
-        if sequence.slot is None:
+        if sequence.slot is None and not sequence.block_table:
             self.waiting.remove(sequence)
         else:
             self._leave(sequence)
@@ -138,6 +146,7 @@ class Batcher:
         """Assert the invariants: slots have one owner each, blocks as many as count, and the counts of tokens agree."""
         slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
         assert sorted(slots + self._free_slots) == list(range(self.limits.max_slots))
+        assert all(sequence.slot is not None or not tokens_left(sequence) for sequence in self.running)
         self.memory.check(self.running)
         for sequence in self.waiting:
             assert sequence.slot is None and not sequence.block_table and not sequence.finished, sequence
@@ -250,7 +259,8 @@ class Batcher:
 
     def _leave(self, sequence: Sequence) -> None:
         """A running sequence runs no more."""
-        assert sequence.slot is not None
+        if sequence.slot is not None:
+            self._vacate(sequence)
         self.running.remove(sequence)
         self._telling -= sequence.options.logprobs
         self._constrained -= sequence.matcher is not None
@@ -263,7 +273,18 @@ class Batcher:
                 self._decoding.remove(sequence)
             self.memory.release(sequence)
         self._samples.leave(sequence)
-        self._free_slots.append(sequence.slot)
+
+    def _vacate_drawn(self) -> None:
+        """Slots of those that have drawn all they may are free, before what they drew is read."""
+        for sequence in self._drawn:
+            if sequence.slot is not None:  # else it left
+                self._vacate(sequence)
+        self._drawn = []
+
+    def _vacate(self, sequence: Sequence) -> None:
+        slot = _slot(sequence)
+        self.memory.vacate(slot)
+        self._free_slots.append(slot)
         sequence.slot = None
 
     def _batch(
@@ -314,7 +335,7 @@ class Batcher:
 
     def _regroup(self, count: int, chunks: list[tuple[Sequence, int]]) -> None:
         """The first `count` have decoded and chunks were computed: who decodes from now on, and what may be shared."""
-        self._decoding.advance(count)
+        self._drawn += self._decoding.advance(count)
         through = []
         for sequence, _ in chunks:
             self.memory.prefix.enter(sequence)
@@ -327,6 +348,7 @@ class Batcher:
             gone = set(through)
             self._behind = [sequence for sequence in self._behind if sequence not in gone]
             self._decoding.add([sequence for sequence in through if tokens_left(sequence)])
+            self._drawn += [sequence for sequence in through if not tokens_left(sequence)]
 
 
 def _decodes(sequence: Sequence) -> bool:

@@ -84,26 +84,30 @@ class BlockPool:
         owners = self._owners
         for block in blocks:
             before = owners[block]
-            if before == 0:
-                del self._cached[block]
             owners[block] = before + 1
-            self.num_shared += before == 1
+            if before == 1:
+                self.num_shared += 1
+            elif before == 0:
+                del self._cached[block]
 
     def free(self, blocks: Iterable[int]) -> None:
         """One owner less for each; those whose content is known stay cached, and are evicted in this order.
 
         ValueError for a block that nobody owns.
         """
+        owners = self._owners
         for block in blocks:
-            owners = self._owners[block] - 1 if 0 < block < self.num_blocks else -1
-            if owners < 0:
+            left = owners[block] - 1 if 0 < block < self.num_blocks else -1
+            if left < 0:
                 raise ValueError(f"block {block} is free already, or not of this pool of {self.num_blocks}")
-            self._owners[block] = owners
-            if owners == 1:
+            owners[block] = left
+            if left > 1:  # as of most blocks of a prefix that many share
+                continue
+            if left == 1:
                 self.num_shared -= 1
-            elif owners == 0 and block in self._known:
+            elif block in self._known:
                 self._cached[block] = None
-            elif owners == 0:
+            else:
                 self._free[block] = 1
                 self._num_free += 1
 

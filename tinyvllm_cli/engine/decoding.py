@@ -46,14 +46,17 @@ class Decoding:
         _, num_computed, left, capacity = self.rows
         return int(np.count_nonzero(num_computed + left > capacity))
 
-    def advance(self, count: int) -> None:
-        """The first `count` have decoded; whoever has drawn its last token leaves."""
+    def advance(self, count: int) -> list[Sequence]:
+        """The first `count` have decoded; whoever has drawn its last token leaves. Those that do."""
+        gone: list[Sequence] = []
         rows = self.rows.copy()  # the arrays of a batch may be parts of it
         rows[:, :count] += DECODED
         left = rows[2] > 0
         if not left.all():
+            gone = list(compress(self.sequences, (~left).tolist()))
             rows, self.sequences = rows[:, left], list(compress(self.sequences, left.tolist()))
         self.rows = rows
+        return gone
 
     def check(self) -> None:
         assert self.rows.tolist() == self._columns(self.sequences).tolist()

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from tinyvllm_cli.engine.batcher import Batcher
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from tinyvllm_cli.backends.base import Backend
     from tinyvllm_cli.text.codec import TextCodec
     from tinyvllm_cli.text.grammars import Matcher
+
+
+# Requests that a step takes in while the backend computes, though the queue has enough for the next one: more than end
+# in most steps, and few enough to be done by its end.
+TAKEN_IN_AHEAD = 16
 
 
 class Engine:
@@ -75,8 +81,8 @@ class Engine:
         return len(self._batcher.waiting) + len(self._added) + len(self._done) < self._limits.max_slots
 
     def add(self, request: Request) -> None:
-        """Queue a request, which the next step tokenizes with all others that were added since the last one. One that
-        cannot be answered becomes a Completion of that step.
+        """Queue a request, which a step tokenizes with others that were added: the next one, or, where many wait before
+        it, a later one, while the backend computes. One that cannot be answered becomes a Completion then.
 
         ValueError where the request_id is still under way.
         """
@@ -97,7 +103,7 @@ class Engine:
 
         Requests that ended without a step are told at once, before the backend is asked for anything.
         """
-        self._accept_added()
+        self._take_in(0)
         if self._done:
             done, self._done = self._done, []
             return list(done)
@@ -113,6 +119,7 @@ class Engine:
             if plan is None:
                 break
             self._enqueue(plan)
+            self._take_in(TAKEN_IN_AHEAD)
         events += self._mask_oldest()
         assert self._in_flight or not self._live, "sequences wait and nothing runs that could make room for them"
         if not self._in_flight:
@@ -153,11 +160,15 @@ class Engine:
             assert len(live.choices) < len(live.sequences)
         assert len(self._in_flight) < max(self._limits.max_in_flight, 1)
 
-    def _accept_added(self) -> None:
-        """What was added joins the queue, or has ended."""
-        if not self._added:
+    def _take_in(self, ahead: int) -> None:
+        """What was added joins the queue, or has ended: as many as the next step may admit, or `ahead` more, so that
+        neither the first step waits for what is not its own nor a later one for many at once."""
+        count = max(self._limits.admit_slots - len(self._batcher.waiting), ahead)
+        added = list(islice(self._added.values(), count))
+        if not added:
             return
-        added, self._added = list(self._added.values()), {}
+        for request, _ in added:
+            del self._added[request.request_id]
         for (request, _), live in zip(added, self._intake.accept(added, deltas=self.deltas), strict=True):
             if isinstance(live, Exception):
                 self._done.append(failed(request, as_failure(live)))
@@ -179,7 +190,7 @@ class Engine:
             self._backend.copy_blocks(plan.copies)
         self._in_flight.append(Step(self._backend.step(plan.batch), plan.sampled, plan.told, plan.masked))
         batcher = self._batcher
-        self.stats.count_step(len(batcher.running), batcher.preemptions, batcher.memory)
+        self.stats.count_step(batcher.num_slots_busy, batcher.preemptions, batcher.memory)
 
     def _land(self, sampled: list[Sequence], token_ids: list[int]) -> list[Event]:
         """What the tokens of a step bring. The loop runs for every token of every answer: it calls little."""

@@ -69,7 +69,7 @@ class Intake:
         sequences = [
             Sequence(
                 request,
-                prompt_ids.tolist(),
+                _listed(request, prompt),
                 prompt_len,
                 max_len,
                 sample_options(first, index),
@@ -97,6 +97,12 @@ class Intake:
                 f"blocks of {limits.block_size} tokens, and memory holds {held}: shorten it or lower max_tokens",
                 field,
             )
+
+
+def _listed(request: Request, prompt: Prompt) -> list[int]:
+    """The ids of a prompt; those that came as ids are numbers already, which it takes long to make of an array."""
+    given = request.prompt_token_ids
+    return prompt.ids.tolist() if given is None or prompt.truncated else list(given)
 
 
 def take_prompts(codec: TextCodec, requests: abc.Sequence[Request], context: int) -> list[Prompt | Exception]:

@@ -73,7 +73,6 @@ class KVMemory:
             sequence.num_computed += len(found) * self.block_size
             self._append(sequence, found)
             self._count_found(sequence, len(found) * self.block_size)
-            self.prefix.enter(sequence)
         self.prefix.next(sequence)  # it computes what nobody does
 
     def waits(self, sequence: Sequence) -> bool:
@@ -146,12 +145,17 @@ class KVMemory:
         self.prefix.release(sequence)
         if sequence in self.forked:
             self.forked.remove(sequence)
-        self.tables[sequence.slot] = 0
+        if sequence.slot is not None:
+            self.vacate(sequence.slot)
         self.copies = [copy for copy in self.copies if copy[1] not in sequence.block_table]
         self.capacity -= len(sequence.block_table) * self.block_size
         self.written -= sequence.num_computed
         self.pool.free(reversed(sequence.block_table))
         sequence.block_table = []
+
+    def vacate(self, slot: int) -> None:
+        """Nobody is in a slot any more."""
+        self.tables[slot] = 0
 
     def forget(self, sequence: Sequence) -> None:
         """What a sequence had computed or found is not to be shared any more, nor what others computed behind it."""
@@ -165,8 +169,10 @@ class KVMemory:
         assert set(self.forked) <= set(running) and not self.copies
         to_copy = {sequence.block_table[-1] for sequence in self.forked}
         for sequence in running:
-            held, table = sequence.block_table, self.tables[sequence.slot]
-            assert table[: len(held)].tolist() == held and not table[len(held) :].any(), sequence
+            held = sequence.block_table
+            if sequence.slot is not None:
+                table = self.tables[sequence.slot]
+                assert table[: len(held)].tolist() == held and not table[len(held) :].any(), sequence
             assert sequence.num_computed <= len(held) * self.block_size, sequence
             if sequence.num_known < sequence.max_len:  # it writes on, if not in a block that it is to get a copy of
                 begun = set(held[sequence.num_computed // self.block_size :]) - to_copy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import attrgetter
 from weakref import WeakValueDictionary
 
 from tinyvllm_cli.types import Sequence
@@ -24,6 +24,22 @@ class Node:
     block: int = 0  # that holds it; 0: not computed, or evicted
     owner: Sequence | None = None  # who is to compute it
     found: bool = False  # whether it is found by its key
+
+    def follows(self, parent: Node, token_ids: bytes) -> bool:
+        """Whether this is the content of these tokens behind those of the parent."""
+        return self.parent is parent and self.token_ids == token_ids
+
+
+FOUND = attrgetter("found")
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """The nodes of a running sequence's full blocks."""
+
+    nodes: list[Node]
+    entered: int = 0  # of so many first ones, each that may be found had a block
+    losses: int = 0  # of blocks, by all nodes, at that time
 
 
 def chain_key(parent: int, token_ids: bytes) -> int:
@@ -50,7 +66,8 @@ class PrefixCache:
         self._enabled = enabled
         self._root = Node(0, None, b"", block=-1)  # a salt in its key tells apart whatever else K and V may depend on
         self._nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()  # by key
-        self._chains: dict[Sequence, list[Node]] = {}  # of those that run, in the order of admission: full blocks
+        self._chains: dict[Sequence, Chain] = {}  # of those that run, in the order of admission
+        self._losses = 0  # of blocks, by nodes
 
     def found(self, sequence: Sequence) -> list[int]:
         """Blocks that a sequence which does not run yet could share now, from its first one on."""
@@ -58,17 +75,17 @@ class PrefixCache:
 
     def begin(self, sequence: Sequence) -> None:
         """A sequence runs: it is to compute what nobody has computed or is about to."""
-        latest = next(reversed(self._chains.values()), [])
-        self._chains[sequence] = []
-        self._extend(sequence, len(sequence.token_ids) // self._size, likely=latest)
+        latest = next(reversed(self._chains), None)
+        self._chains[sequence] = Chain([] if latest is None else self._common(sequence, latest))
+        self._extend(sequence, len(sequence.token_ids) // self._size)
 
     def next(self, sequence: Sequence) -> Node | None:
         """The node of the block that a sequence is to fill next, where it stands at the begin of a full one."""
-        chain = self._chains[sequence]
+        nodes = self._chains[sequence].nodes
         place, offset = divmod(sequence.num_computed, self._size)
-        if offset or place >= len(chain):
+        if offset or place >= len(nodes):
             return None
-        node = chain[place]
+        node = nodes[place]
         if not node.block and node.owner is None:
             self._claim(node, place)
         return node
@@ -77,32 +94,37 @@ class PrefixCache:
         """Blocks that a sequence could share, from the one that it is to fill next up to `end` of its full ones; none
         where it has begun one."""
         place, offset = divmod(sequence.num_computed, self._size)
-        nodes = [] if offset else self._chains[sequence][place:end]
-        return list(takewhile(bool, [node.block for node in nodes]))
+        if offset or place >= end:
+            return []
+        blocks = [node.block for node in self._chains[sequence].nodes[place:end]]
+        return blocks[: blocks.index(0)] if 0 in blocks else blocks
 
     def enter(self, sequence: Sequence) -> None:
         """Those of its full blocks that are computed, and whose tokens are known, may be found from now on."""
-        chain = self._chains[sequence]
+        chain, held = self._chains[sequence], sequence.block_table
         full = min(sequence.num_computed, len(sequence.token_ids)) // self._size
-        if full > len(chain):
+        if full > len(chain.nodes):
             self._extend(sequence, full)
-        for node, block in zip(chain[:full], sequence.block_table, strict=False):
+        begin = chain.entered if chain.losses == self._losses else 0
+        for place, node in enumerate(chain.nodes[begin:full], begin):
             if not node.block:  # else it was found, or another has computed the same meanwhile
                 node.owner = None
                 if node.found:
-                    node.block = block
-                    self.blocks[block] = node
+                    node.block = held[place]
+                    self.blocks[node.block] = node
+        chain.entered, chain.losses = full, self._losses
 
     def release(self, sequence: Sequence) -> None:
         """A sequence leaves: what it computed may be found, what it was to compute is for others to compute."""
         self.enter(sequence)
-        for node in self._chains.pop(sequence):
+        for node in self._chains.pop(sequence).nodes[sequence.num_computed // self._size :]:
             if node.owner is sequence:
                 node.owner = None
 
     def forget(self, block: int) -> None:
         """A block holds something else from now on."""
         self.blocks.pop(block).block = 0
+        self._losses += 1
 
     def disown(self, sequence: Sequence) -> list[int]:
         """The blocks of a sequence that does not run any more. Nobody finds any of them, or what follows them, again:
@@ -119,38 +141,49 @@ class PrefixCache:
         age = {sequence: place for place, sequence in enumerate(running)}
         for sequence, chain in self._chains.items():
             computed = sequence.num_computed // self._size
-            assert all(node.owner is not sequence for node in chain[:computed])
-            assert all(node.owner is None or age[node.owner] <= age[sequence] for node in chain[computed:])
+            assert all(node.owner is not sequence for node in chain.nodes[:computed])
+            assert all(node.owner is None or age[node.owner] <= age[sequence] for node in chain.nodes[computed:])
+            assert chain.losses < self._losses or all(not n.found or n.block for n in chain.nodes[: chain.entered])
         for block, node in self.blocks.items():
             assert node.block == block and node.owner is None and self._nodes[node.key] is node
         for key, node in self._nodes.items():
             assert node.key == key and node.found and self.blocks.get(node.block, node) is node
-            assert node.owner is None or node in self._chains[node.owner]
+            assert node.owner is None or node in self._chains[node.owner].nodes
 
-    def _extend(self, sequence: Sequence, full: int, likely: Seq[Node] = ()) -> None:
-        """Nodes for so many full blocks; those that nobody computes are for the sequence to compute.
+    def _common(self, sequence: Sequence, other: Sequence) -> list[Node]:
+        """The first nodes of another one that runs, as far as the prompts of the two are equal: one look at all of them
+        takes as long as to find two or three by their keys. What nobody computes of them, is for whoever comes to it
+        first."""
+        ids, others, nodes = sequence.prompt_ids, other.prompt_ids, self._chains[other].nodes
+        if ids is None or others is None or not nodes:
+            return []
+        most = min(len(ids), len(others), len(nodes) * self._size)
+        differs = (ids[:most] != others[:most]).nonzero()[0]
+        equal = int(differs[0]) if differs.size else most
+        return list(takewhile(FOUND, nodes[: equal // self._size]))
 
-        likely: of another sequence, which are looked at first: that is quicker than to find each by its key.
-        """
-        chain = self._chains[sequence]
-        parent = chain[-1] if chain else self._root
-        for place, token_ids in enumerate(self._contents(sequence, len(chain), full), len(chain)):
-            node = likely[place] if place < len(likely) else None
-            if node is None or not (node.found and node.parent is parent and node.token_ids == token_ids):
-                node = self._find(parent, token_ids)
-            if node is None:
-                node = Node(chain_key(parent.key, token_ids), parent, token_ids, owner=sequence)
-                node.found = self._nodes.setdefault(node.key, node) is node
-            chain.append(node)
+    def _extend(self, sequence: Sequence, full: int) -> None:
+        """Nodes for so many full blocks; those that nobody computes are for the sequence to compute."""
+        nodes = self._chains[sequence].nodes
+        parent = nodes[-1] if nodes else self._root
+        for token_ids in self._contents(sequence, len(nodes), full):
+            key = chain_key(parent.key, token_ids)
+            node = known = self._nodes.get(key)
+            if node is None or not node.follows(parent, token_ids):
+                node = Node(key, parent, token_ids, owner=sequence, found=known is None)
+                if node.found:
+                    self._nodes[key] = node
+            nodes.append(node)
             if not node.block and node.owner is None:
-                self._claim(node, len(chain) - 1)
+                self._claim(node, len(nodes) - 1)
             parent = node
 
     def _claim(self, node: Node, place: int) -> None:
         """What nobody has, nor is about to compute, is for the first of those that run and have yet to come past it: so
         nobody waits for a younger one."""
         for sequence, chain in self._chains.items():
-            if place < len(chain) and chain[place] is node and sequence.num_computed < (place + 1) * self._size:
+            nodes = chain.nodes
+            if place < len(nodes) and nodes[place] is node and sequence.num_computed < (place + 1) * self._size:
                 node.owner = sequence
                 return
 
@@ -166,7 +199,7 @@ class PrefixCache:
 
     def _find(self, parent: Node, token_ids: bytes) -> Node | None:
         node = self._nodes.get(chain_key(parent.key, token_ids))
-        return node if node is not None and node.parent is parent and node.token_ids == token_ids else None
+        return node if node is not None and node.follows(parent, token_ids) else None
 
     def _contents(self, sequence: Sequence, first: int, end: int) -> list[bytes]:
         """The tokens of the full blocks [first, end)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -140,10 +141,13 @@ class TextCodec:
         return Answer(self.tokenizer, request.params, in_thought=in_thought)
 
     def _checked(self, field: str, ids: Sequence[int]) -> I32:
-        """As an array, in which they are looked at all at once. RequestError as of check_ids()."""
+        """As an array, in which they are looked at all at once. RequestError as of check_ids().
+
+        The array lies over packed numbers: NumPy takes three times as long to make one of a list.
+        """
         try:
-            checked = np.array(ids, np.int32)
-        except OverflowError:
+            checked = np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
+        except struct.error:  # a number that no int32 holds
             checked = None
         if checked is None or checked.min() < 0 or checked.max() >= self.size:
             self.check_ids(field, ids)

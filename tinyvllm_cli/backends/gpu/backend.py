@@ -51,7 +51,8 @@ from tinyvllm_cli.types import F32, I32, U32, BackendFacts, Batch, Limits, SlotO
 
 DRAWN_OUTSIDE = 1  # of the shape of a graph: draws are no part of it
 CHUNK_COST = 3  # of decode steps, by which one that is no captured one takes longer
-ADMIT_SHARE = 4  # of the slots, the part that is filled in one step: the host takes 100 us for a long prompt
+# Of the slots, the part that is filled in one step, and how many at least: the host takes 100 us for a long prompt.
+ADMIT_SHARE, ADMIT_LEAST = 8, 32
 REFILL_SHARE = 16  # of the slots, the part that is free when prompts come in: a step with prompts is no captured one
 
 
@@ -149,7 +150,7 @@ class GpuBackend:
             vocab_size=config.vocab_size,
             max_in_flight=max_in_flight,
             refill_slots=max(1, engine.slots // REFILL_SHARE),
-            admit_slots=max(1, engine.slots // ADMIT_SHARE),
+            admit_slots=max(ADMIT_LEAST, engine.slots // ADMIT_SHARE),
             chunk_cost=CHUNK_COST,
         )
         details = _details(card, blas, plan)
