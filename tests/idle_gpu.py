@@ -69,6 +69,8 @@ class IdleRuntime(Runtime):
 
 
 class IdleKernels:
+    shared_limit = 227 << 10
+
     def __init__(self, dtype: DtypeName, head_dim: int, kv_dtype: KVDtypeName) -> None:
         self.files = dict.fromkeys(KERNELS.values(), "compiled")
         self.counts: Counter[str] = Counter()
