@@ -89,7 +89,8 @@ def qkv_rope_write(
     optional = (None if array is None else device.upload(array) for array in (bias, q_norm, k_norm))
     result = ops.qkv_rope_write(
         device.with_buffers(x=stream, q=q, **inner), stream.array[:num_rows],
-        SimpleNamespace(blocks=cache.array, num_kv_heads=num_kv_heads, head_dim=head_dim), on_device(device, rows),
+        SimpleNamespace(blocks=cache.array, num_kv_heads=num_kv_heads, head_dim=head_dim, kv_dtype="auto"),
+        on_device(device, rows),
         layer=LAYER, norm=device.upload(norm), eps=EPS, qkv=Weight(device.upload(weight, device.dtype)),
         **dict(zip(("bias", "q_norm", "k_norm"), optional, strict=True)), rope=(device.upload(cos), device.upload(sin)),
     )  # fmt: skip

@@ -32,7 +32,8 @@ MEMBER_BYTES = 4 * 2
 LEAST_SEQUENCES = 8
 LEAST_SAVED = 48
 # From so many decoding sequences on, the last partial of each gets a warp of its own. Over FP8 that is slower (H200,
-# 144 sequences of 200 to 1,600 tokens: 137 us become 133, over FP8 86 would become 97).
+# 144 sequences of 200 to 1,600 tokens: 137 us become 133, over FP8 86 would become 97), and where several launches
+# follow each other.
 LEAST_TAILS = 64
 
 
@@ -124,7 +125,9 @@ def _work(
         prefill = _prefill_tiles(prompts, first_rows, num_rows, of_sequences, tile_rows)
     decoding = np.flatnonzero((query_rows > 0) & (query_rows <= MMA_ROWS)).astype(np.int32)
     few = _Few(decoding, first_rows[decoding], num_rows[decoding], of_sequences[decoding], num_partials[decoding])
-    decodes = [_decode_work(part, tables, sizes) for part in few.launches(sizes.places)]
+    parts = few.launches(sizes.places)
+    many = len(decoding) >= LEAST_TAILS and len(parts) == 1 and not sizes.fp8
+    decodes = [_decode_work(part, tables, sizes, many=many) for part in parts]
     for decode in decodes:
         for array in decode:
             if array is not None:
@@ -170,8 +173,8 @@ class _Few:
         return found
 
 
-def _decode_work(few: _Few, tables: BlockTables, sizes: Sizes) -> DecodeWork:
-    """On the host."""
+def _decode_work(few: _Few, tables: BlockTables, sizes: Sizes, *, many: bool) -> DecodeWork:
+    """On the host. many: whether last partials are apart; behind shared prefixes they always are."""
     places, groups = few.places(), _groups(few, tables)
     shared = np.zeros_like(places) if groups is None else groups.partials_shared()
     own = few.num_partials - shared
@@ -184,7 +187,6 @@ def _decode_work(few: _Few, tables: BlockTables, sizes: Sizes) -> DecodeWork:
     if groups is not None:
         prefix = pad(_prefix_items(few, groups, prefix_rows(sizes.head_dim) // sizes.group))
         members = _members(few, groups.order, places, sizes.group)
-    many = len(own) >= LEAST_TAILS and not sizes.fp8
     if tail_warps(sizes.head_dim) and (groups is not None or many):
         ends = own.cumsum() - 1
         tails = pad(items[ends])

@@ -108,7 +108,7 @@ def tune(device: Device, parameters: Parameters, max_rows: int, cache: Path | No
                     _fill(device, product)
                     most, _, of_most = max(decisions, key=lambda decision: decision[0])
                     wanted = _first_result(device, product, most, of_most)
-                norm = partial(_norm, device, parameters.final_norm, rows)
+                norm = None if product.add else partial(_norm, device, parameters.final_norm, rows)
                 known[name] = _fastest(device, product, rows, choices, wanted, norm)
             choices[known[name]]()
     if known != before:
@@ -221,10 +221,10 @@ def _first_result(device: Device, product: Product, rows: int, choices: Sequence
 
 
 def _fastest(
-    device: Device, product: Product, rows: int, choices: Sequence[Choice], wanted: HostArray, before: Enqueue
+    device: Device, product: Product, rows: int, choices: Sequence[Choice], wanted: HostArray, before: Enqueue | None
 ) -> int:
-    """Of those that give each row the bits that it has in `wanted`, each time behind before(); the first where none
-    does."""
+    """Of those that give each row the bits that it has in `wanted`, each time behind before(), if that is given; the
+    first where none does."""
     best, shortest, step = 0, float("inf"), max(1, rows // CHECKED_ROWS)
     bits = wanted[step - 1 : rows : step].tobytes()
     for index, choose in enumerate(choices):
@@ -253,20 +253,21 @@ def _result(device: Device, product: Product, rows: int, step: int) -> HostArray
 
 
 def _norm(device: Device, weight: Array, rows: int) -> None:
-    """Enqueue a small kernel, as stands before most products in a step, whose result nobody reads: then a kernel that
-    starts ahead of the end of the one before shows what it gains by that."""
+    """Enqueue the kernel that in a step stands before products that do not add, here with a result that nobody reads:
+    then a kernel that starts ahead of the end of the one before shows what it gains by that."""
     x, unread = device.buffers.x, device.buffers.q
     count = min(rows, unread.size // x.shape[1])
     device.launch("rms_norm", (count,), 256, (unread, x, weight, None, count, x.shape[1], 1e-5))
 
 
-def _time(device: Device, product: Product, rows: int, before: Enqueue) -> float:
+def _time(device: Device, product: Product, rows: int, before: Enqueue | None) -> float:
     """Milliseconds of the quickest round. Captured, as steps are: else the host would be slower than the card."""
     cuda, stream = device.card.cuda, device.stream
     stream.begin_capture()
     try:
         for weight in range(len(product.weights)):
-            before()
+            if before is not None:
+                before()
             product.run(device.blas, rows, weight)
     finally:
         graph = stream.end_capture()
