@@ -84,14 +84,21 @@ def _never(self: Search, found: Any) -> bool:  # noqa: ARG001
     return False
 
 
-def fastest(device: Any, product: Any, rows: int, choices: Sequence[Callable[[], None]], wanted: Any) -> int:  # noqa: ARG001
+def fastest(
+    device: Any,
+    product: Any,
+    rows: int,
+    choices: Sequence[Callable[[], None]],
+    wanted: Any,  # noqa: ARG001
+    before: Callable[[], None] | None,
+) -> int:
     """In the place of tuning's own: bits are not looked at."""
     times = []
     for choose in choices:
         choose()
         try:
             product.run(device.blas, rows)
-            times.append(tuning._time(device, product, rows))
+            times.append(tuning._time(device, product, rows, before))
         except DeviceError:
             times.append(float("inf"))
     return times.index(min(times))
