@@ -55,9 +55,12 @@ sizes = st.builds(
     block_size=st.sampled_from([1, 4, 16]),
 )
 shapes = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), min_size=1, max_size=12)
+# Steps in flight, as of the backends. With more of them a newcomer may come to lack a block that one which has drawn
+# its last token still holds, and give its own back.
+ahead_of = st.integers(1, 2)
 
 
-@given(sizes, shapes, st.integers(1, 4))
+@given(sizes, shapes, ahead_of)
 def test_decoding_rows_come_first_then_prompts_in_order_fill_the_budget(lim, shapes, ahead):
     batcher = Batcher(lim)
     for i, (prompt_len, max_tokens) in enumerate(shapes):
@@ -84,13 +87,14 @@ def test_decoding_rows_come_first_then_prompts_in_order_fill_the_budget(lim, sha
             batcher.check()
 
 
-@given(sizes, shapes, st.integers(1, 4))
+@given(sizes, shapes, ahead_of)
 def test_every_token_is_computed_once_and_only_last_rows_are_sampled(lim, shapes, ahead):
     batcher = Batcher(lim)
     sequences = [sequence(prompt_len, max_tokens, i) for i, (prompt_len, max_tokens) in enumerate(shapes)]
     for s in sequences:
         batcher.add(s)
     plans = run(batcher, ahead)
+    assert not batcher.preemptions, "the pool holds what all slots can use"
     assert [s for plan in plans for s in plan.admitted] == sequences, "first in, first out"
     assert all((plan.batch.token_ids == -1).all() for plan in plans), "the token table has every token"
     for s in sequences:
@@ -168,7 +172,7 @@ def test_nobody_overtakes_a_sequence_that_waits_for_blocks():
     assert batcher.plan().admitted == [big, small]
 
 
-@given(sizes, shapes, st.integers(1, 3))
+@given(sizes, shapes, ahead_of)
 def test_slots_are_refilled_many_at_once(lim: Limits, shapes: list[tuple[int, int]], ahead: int):
     """Where memory holds every slot's sequence: all free slots, once they are enough, or those that wait are few; so
     many in a step as it may be."""
