@@ -213,7 +213,7 @@ def test_a_timeline_has_every_launch_with_its_time_and_its_work(tmp_path: Path, 
         gpu_timeline.fill_pool(backend)
         for slot in slots.tolist():
             backend.bind(slot, [1], SlotOptions())
-        for rows_each, computed, attends in ((1, 20, "attend_decode"), (16, 0, "attend_prefill")):
+        for rows_each, computed, attends in ((1, 20, "attend_ahead"), (16, 0, "attend_prefill")):
             batch = gpu_timeline.equal_rows(slots, rows_each, computed, 264, room=24)
             before = Counter(backend.counts())
             shares = gpu_timeline.time_kernels(backend, timing, batch)
@@ -254,7 +254,7 @@ def test_attention_is_timed_over_all_layers(tmp_path: Path, cuda: Any):
         timing, slots = GpuTiming(backend), np.arange(4, dtype=np.int32)
         for slot in slots.tolist():
             backend.bind(slot, [1], SlotOptions())
-        for rows_each, before, kernel in ((1, 20, "attend_decode"), (16, 0, "attend_prefill")):
+        for rows_each, before, kernel in ((1, 20, "attend_ahead"), (16, 0, "attend_prefill")):
             batch = gpu_timeline.equal_rows(slots, rows_each, before, 264, room=24)
             launched = backend.counts().get(kernel, 0)
             assert gpu_attention.seconds(backend, timing, batch) == [pytest.approx(2e-3)] * gpu_attention.ROUNDS

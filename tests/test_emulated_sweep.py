@@ -43,7 +43,7 @@ def test_a_point_is_captured_steps_that_feed_each_other(tmp_path: Path, cuda: An
         point = gpu_sweep.measure_point(backend, timing, costs, Rates(1e12, 1e12), 3, 20)
         launched = {name: count - before.get(name, 0) for name, count in backend.counts().items()}
         steps = WARM_UP + STEPS
-        assert launched["embed"] == launched["sample_rows"] == steps and launched["attend_decode"] == 2 * steps
+        assert launched["embed"] == launched["sample_rows"] == steps and launched["attend_ahead"] == 2 * steps
         assert point["captured_steps"] == launched["graphs"] == steps - 1, "all but the first"
         tokens = np.array([to_host(backend, backend._slots.token_table[slot]) for slot in range(3)])
         drawn = tokens[:, 21 : 21 + steps]

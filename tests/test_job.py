@@ -211,7 +211,8 @@ def test_a_device_that_fails_costs_what_it_was_answering_and_nothing_else(
             job.run()
     found = by_id(read_answers(tmp_path / "out"))
     lost = {name: answer["error"] for name, answer in found.items() if answer["error"] and name != "line-3"}
-    assert 0 < len(lost) <= 2 and (at == 7) == bool(found.keys() - lost.keys() - {"line-3"})
+    # Those of two slots, and whoever has drawn its last token but is not read yet.
+    assert 0 < len(lost) <= 4 and (at == 7) == bool(found.keys() - lost.keys() - {"line-3"})
     for error in lost.values():
         assert (error["type"], error["message"]) == ("internal", "the GPU failed under way: device lost")
     assert all(place_free(found[name]) == place_free(whole[name]) for name in found.keys() - lost.keys())

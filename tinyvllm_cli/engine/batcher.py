@@ -47,9 +47,7 @@ class Batcher:
 
     A running sequence is first behind, with known tokens to compute; then it decodes, one token behind; then, its last
     token drawn, it waits for what is in flight: in its blocks, as what they hold is known with its tokens, but without
-    a slot, which is free for the next step. (With up to two steps in flight it has left before a newcomer decodes, so
-    a pool that holds what all slots can use still has a block for each.) One that gets tokens that nobody draws (go_on)
-    is behind again.
+    a slot, which is free for the next step. One that gets tokens that nobody draws (go_on) is behind again.
     """
 
     def __init__(self, limits: Limits, *, prefix_cache: bool = True) -> None:
