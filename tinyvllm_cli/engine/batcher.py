@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from tinyvllm_cli.engine.decoding import Decoding, tokens_left
+from tinyvllm_cli.engine.decoding import Decoding, decodes, slot_of, tokens_left
 from tinyvllm_cli.engine.kv_memory import KVMemory
 from tinyvllm_cli.engine.plan import Plan, joined, mask_rows, told_rows
 from tinyvllm_cli.engine.samples import Samples
@@ -94,7 +94,7 @@ class Batcher:
             return None
         batch, sampled, told, masked = self._batch(count, chunks)
         self._regroup(count, chunks)
-        return Plan(admitted, list(map(_slot, admitted)), copies, batch, sampled, told, masked)
+        return Plan(admitted, list(map(slot_of, admitted)), copies, batch, sampled, told, masked)
 
     @property
     def num_slots_busy(self) -> int:
@@ -166,7 +166,7 @@ class Batcher:
         apart = [*self._decoding.sequences, *self._behind, *self._paused, *self._samples.waiting]
         assert len(apart) == len(left) and {*apart} == left
         assert self._behind == [sequence for sequence in self.running if sequence in self._behind]
-        assert all(map(_decodes, [*self._decoding.sequences, *self._paused]))
+        assert all(map(decodes, [*self._decoding.sequences, *self._paused]))
         assert all(sequence.num_computed < sequence.num_known for sequence in self._behind)
         self._decoding.check()
 
@@ -282,7 +282,7 @@ class Batcher:
         self._drawn = []
 
     def _vacate(self, sequence: Sequence) -> None:
-        slot = _slot(sequence)
+        slot = slot_of(sequence)
         self.memory.vacate(slot)
         self._free_slots.append(slot)
         sequence.slot = None
@@ -294,7 +294,7 @@ class Batcher:
         them are told, and wait for masks; counts its tokens as computed and sampled."""
         slots, num_computed, _, _ = self._decoding.rows[:, :count]
         every = np.arange(count + 1, dtype=np.int32)
-        slots = joined(slots, [_slot(sequence) for sequence, _ in chunks])
+        slots = joined(slots, [slot_of(sequence) for sequence, _ in chunks])
         num_computed = joined(num_computed, [sequence.num_computed for sequence, _ in chunks])
         ends = list(accumulate((chunk for _, chunk in chunks), initial=count))[1:]  # rows of the step
         starts = joined(every, ends)
@@ -326,7 +326,7 @@ class Batcher:
             num_computed=num_computed,
             token_ids=token_ids,
             logits_indices=joined(every[:-1], drawn_from),
-            sample_slots=joined(slots[:count], [_slot(sequence) for sequence in sampled[count:]]),
+            sample_slots=joined(slots[:count], [slot_of(sequence) for sequence in sampled[count:]]),
             mask_rows=mask_rows(len(sampled), masked) if masked else None,
             top_logprobs=top_logprobs,
         )
@@ -349,12 +349,3 @@ class Batcher:
             self._behind = [sequence for sequence in self._behind if sequence not in gone]
             self._decoding.add([sequence for sequence in through if tokens_left(sequence)])
             self._drawn += [sequence for sequence in through if not tokens_left(sequence)]
-
-
-def _decodes(sequence: Sequence) -> bool:
-    return sequence.num_sampled > 0 and sequence.num_known - sequence.num_computed == 1
-
-
-def _slot(sequence: Sequence) -> int:
-    assert sequence.slot is not None, "it runs"
-    return sequence.slot

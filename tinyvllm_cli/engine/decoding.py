@@ -69,3 +69,12 @@ class Decoding:
 def tokens_left(sequence: Sequence) -> int:
     """Tokens still to be drawn: a sequence whose last one is drawn in a step in flight has nothing more to compute."""
     return sequence.max_len - sequence.num_known
+
+
+def decodes(sequence: Sequence) -> bool:
+    return sequence.num_sampled > 0 and sequence.num_known - sequence.num_computed == 1
+
+
+def slot_of(sequence: Sequence) -> int:
+    assert sequence.slot is not None, "it runs"
+    return sequence.slot
