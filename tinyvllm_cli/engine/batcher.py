@@ -275,10 +275,9 @@ class Batcher:
         self._samples.leave(sequence)
 
     def _vacate_drawn(self) -> None:
-        """Slots of those that have drawn all they may are free, before what they drew is read."""
-        for sequence in self._drawn:
-            if sequence.slot is not None:  # else it left
-                self._vacate(sequence)
+        """Slots of those that have drawn all they may are free, before what they drew is read. Some may have left."""
+        for sequence in filter(lambda drawn: drawn.slot is not None, self._drawn):
+            self._vacate(sequence)
         self._drawn = []
 
     def _vacate(self, sequence: Sequence) -> None:
