@@ -136,7 +136,7 @@ class BruteBatcher:
 
     def plan(self) -> Step | None:
         for job in self.running:
-            job.has_slot &= job.left > 0
+            job.has_slot &= job.left > 0 or self.lim.max_in_flight > 2
         for job in self.behind():
             self.adopt(job)
         self.grow()

@@ -276,14 +276,14 @@ class Batcher:
 
     def _vacate_drawn(self) -> None:
         """Slots of those that have drawn all they may are free, before what they drew is read. Some may have left."""
-        for sequence in filter(lambda drawn: drawn.slot is not None, self._drawn):
+        gives = self.limits.max_in_flight <= 2  # else newcomers may come to lack blocks that these still hold
+        for sequence in filter(lambda drawn: gives and drawn.slot is not None, self._drawn):
             self._vacate(sequence)
         self._drawn = []
 
     def _vacate(self, sequence: Sequence) -> None:
-        slot = slot_of(sequence)
-        self.memory.vacate(slot)
-        self._free_slots.append(slot)
+        self.memory.vacate(slot_of(sequence))
+        self._free_slots.append(slot_of(sequence))
         sequence.slot = None
 
     def _batch(
