@@ -1,4 +1,4 @@
-"""The attention op: its kernels (cuda/{prefill,prefix,tail,decode}.cu), and the memory that they work in."""
+"""The attention op: its kernels (cuda/{prefill,prefix,tail,decode,ahead}.cu), and the memory that they work in."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ KERNELS = {
     "attend_prefix": "prefix.cu",
     "attend_tail": "tail.cu",
     "attend_decode": "decode.cu",
-    "attend_ahead": "decode.cu",
+    "attend_ahead": "ahead.cu",
     "scan_rows": "sample.cu",
     "sample_rows": "sample.cu",
     "skinny_elem_low": "skinny.cu",
