@@ -35,7 +35,7 @@ FUNCTION = re.compile(r"^(?:template <[^>]*>\n)?__device__[^;{]*\{", re.MULTILIN
 SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "u32": ctypes.c_uint, "u64": ctypes.c_uint64}
 # Rounded as written: CUDA contracts a * b + c where it likes, and the kernels say where it must not matter. Fibers jump
 # between stacks, which the fortified longjmp takes for an attack.
-OPTIONS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w"]
+OPTIONS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-march=native", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w"]
 RUNNING = Lock()  # the fibers of one grid at a time
 
 
@@ -146,7 +146,7 @@ def _entry(name: str, types: list[str]) -> str:
     casts = ", ".join(f"*({'AnyPointer' if kind == 'pointer' else kind}*)args[{i}]" for i, kind in enumerate(types))
     return (
         f'extern "C" void emulate_{name}(const int* grid, int block, int shared, void** args) '
-        f"{{ run_grid(grid, block, shared, [&] {{ {name}({casts}); }}); }}"
+        f"{{ run_grid(grid, block, shared, [](void** args) {{ {name}({casts}); }}, args); }}"
     )
 
 

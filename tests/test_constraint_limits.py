@@ -1,10 +1,10 @@
 """Laws of what constraints cost and keep: hostile ones are answered at once, and accepted values come out as given."""
 
 import json
-import time
 from collections.abc import Iterator
 
 import pytest
+from clock import units
 from constraint_tools import EOS, compiled, mask, refused, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,9 +53,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_constraint_is_answered_at_once(name):
     compiled("bytes", choice=["warm"])
-    begin = time.process_time()
-    refused("bytes", **HOSTILE[name])
-    assert time.process_time() - begin < 2
+    assert units(lambda: refused("bytes", **HOSTILE[name]), rounds=1) < 100
 
 
 @pytest.mark.parametrize(("multiple", "fits"), [(10000, True), (10001, False), (0.01, True), (1000.1, False)])

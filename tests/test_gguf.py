@@ -2,7 +2,6 @@
 
 import math
 import struct
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from clock import units
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import make_tiny_model
@@ -205,19 +205,16 @@ def test_tensor_types_have_the_numbers_of_ggml():
     assert {t: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[t]] for t in BLOCKS} == BLOCKS
 
 
-def test_a_vocabulary_of_150_000_words_is_read_in_0_3_s(tmp_path: Path):
+def test_a_large_vocabulary_is_read_in_little_time(tmp_path: Path):
+    tokens, merges = [f"Ġtoken{i}" for i in range(150_000)], [f"Ġ{i % 999} w{i}" for i in range(280_000)]
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_array("tokenizer.ggml.tokens", [f"Ġtoken{i}" for i in range(150_000)])
-    writer.add_array("tokenizer.ggml.merges", [f"Ġ{i % 999} w{i}" for i in range(280_000)])
+    writer.add_array("tokenizer.ggml.tokens", tokens)
+    writer.add_array("tokenizer.ggml.merges", merges)
     writer.add_array("tokenizer.ggml.token_type", [1] * 150_000)
     finish(writer)
-    times = []
-    for _ in range(3):
-        started = time.process_time()  # of this process alone: whatever else runs on the machine does not count
-        metadata = read_gguf(tmp_path / "m.gguf").metadata
-        times.append(time.process_time() - started)
-    assert len(metadata["tokenizer.ggml.merges"]) == 280_000
-    assert min(times) < 0.3
+    metadata = read_gguf(tmp_path / "m.gguf").metadata
+    assert metadata["tokenizer.ggml.tokens"] == tokens and metadata["tokenizer.ggml.merges"] == merges
+    assert units(lambda: read_gguf(tmp_path / "m.gguf")) < 30
 
 
 def config_of(folder: Path, **changes: Any) -> GGUFFile:

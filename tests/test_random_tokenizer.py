@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clock import units
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,9 +26,8 @@ LARGE = random_tokenizer(PRESETS["llama-3.2-1b"])
 
 @pytest.mark.parametrize("config", SIZES.values(), ids=SIZES)
 def test_every_id_is_other_bytes_and_only_control_words_are_left_out(config: dict[str, Any]):
-    started = time.perf_counter()
     tokenizer = random_tokenizer(config)
-    assert time.perf_counter() - started < 3
+    assert units(lambda: random_tokenizer(config), rounds=1) < 300
     size = config["vocab_size"]
     assert tokenizer.size == tokenizer.core.get_vocab_size() == size
     eos = config["eos_token_id"]

@@ -1,8 +1,8 @@
 // Enough of CUDA for a processor to run the kernels of cuda/: threads are fibers of one block at a time.
 //
 // A fiber runs until it waits for others: at __syncthreads, or at an operation of its warp (shuffle, vote, ldmatrix,
-// mma). Asynchronous copies are done as late as may be: where their thread waits for them. tests/cuda_emulator.py says
-// what that shows and what it cannot.
+// mma); a warp runs until all of it waits for other warps. Asynchronous copies are done as late as may be: where their
+// thread waits for them. tests/cuda_emulator.py says what that shows and what it cannot.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -12,8 +12,6 @@
 #include <string.h>
 #include <ucontext.h>
 
-#include <deque>
-#include <functional>
 #include <vector>
 
 #define __device__
@@ -73,7 +71,8 @@ struct Group {  // threads that wait for each other
     int size = 0, arrived = 0;
     u64 generation = 0;
 };
-struct Copy {  // 16 bytes that are on their way into shared memory
+struct Copy {  // 16 bytes that are on their way into shared memory, with a thread's so many-th group
+    unsigned group;
     u32 target;
     const void* source;
     bool valid;
@@ -83,7 +82,11 @@ struct Fiber {  // a thread of one block after another; starts with its context,
     jmp_buf at;
     std::vector<char> stack;
     bool started = false, done = false, waited = false;  // the last: for the kernel before
-    std::deque<std::vector<Copy>> copies;                // groups that are not done; the last one is not committed
+    Group* waits_for = nullptr;  // to be of another generation than
+    u64 generation = 0;
+    unsigned exchanges = 0;    // operations of its warp that it took part in
+    unsigned groups = 0;       // of copies that it committed
+    std::vector<Copy> copies;  // that are not done
     explicit Fiber(void (*body)()) : stack(256 << 10) {
         getcontext(&context);
         context.uc_stack.ss_sp = stack.data();
@@ -92,17 +95,23 @@ struct Fiber {  // a thread of one block after another; starts with its context,
         makecontext(&context, body, 0);
     }
 };
-static std::deque<Fiber> fibers;  // never moved
+static Fiber* fibers[1024];
 static jmp_buf scheduler;
 static Group block_group, warp_groups[32];
-static u64 progress;             // times that threads could go on, or ended
-static u64 exchange[32][32][8];  // of a warp's lanes
-static std::function<void()> kernel_body;
+// Of a warp's lanes, for every other operation: once all have come to one, all have read what the last but one brought.
+static u64 exchange[2][32][32];
+static float factors[2][32][32][12];
+static void (*kernel)(void** args);
+static void** kernel_args;
 static unsigned char* dynamic_shared;
 static size_t dynamic_bytes;
 
+static Fiber& this_fiber() {
+    return *fibers[threadIdx.x];
+}
+
 static void yield() {
-    if (!_setjmp(fibers[threadIdx.x].at)) _longjmp(scheduler, 1);
+    if (!_setjmp(this_fiber().at)) _longjmp(scheduler, 1);
 }
 
 static void resume(Fiber& fiber) {
@@ -115,63 +124,81 @@ static void resume(Fiber& fiber) {
 static void release(Group& group) {
     group.arrived = 0;
     group.generation++;
-    progress++;
 }
 
 static void wait(Group& group) {
-    u64 generation = group.generation;
-    if (++group.arrived == group.size) release(group);
-    while (group.generation == generation) yield();
+    if (++group.arrived == group.size) return release(group);
+    Fiber& fiber = this_fiber();
+    fiber.waits_for = &group;
+    fiber.generation = group.generation;
+    yield();
 }
 
 static void leave(Group& group) {
     if (--group.size > 0 && group.arrived == group.size) release(group);
-    progress++;
+}
+
+static bool can_run(const Fiber& fiber) {
+    return !fiber.done && (!fiber.waits_for || fiber.waits_for->generation != fiber.generation);
 }
 
 static void fiber_main() {
     for (;;) {
-        kernel_body();
-        if (!fibers[threadIdx.x].waited) {
+        kernel(kernel_args);
+        if (!this_fiber().waited) {
             fprintf(stderr, "thread %u of block (%u, %u, %u) ended without wait_for_kernel_before()\n", threadIdx.x,
                     blockIdx.x, blockIdx.y, blockIdx.z);
             abort();
         }
         leave(block_group);
         leave(warp_groups[threadIdx.x / 32]);
-        fibers[threadIdx.x].done = true;
+        this_fiber().done = true;
         yield();
     }
 }
 
+// Threads of a warp in turns, until none of them can go on: whether one could.
+static bool run_warp(unsigned first, unsigned end) {
+    bool ran = false;
+    for (bool again = true; again; ran |= again) {
+        again = false;
+        for (unsigned i = first; i < end; i++) {
+            if (!can_run(*fibers[i])) continue;
+            again = true;
+            threadIdx = {i, 0, 0};
+            resume(*fibers[i]);
+        }
+    }
+    return ran;
+}
+
 static void run_block(unsigned threads) {
-    while (fibers.size() < threads) fibers.emplace_back(fiber_main);
     block_group = {(int)threads};
     for (auto& group : warp_groups) group = {};
     for (unsigned i = 0; i < threads; i++) {
         warp_groups[i / 32].size++;
-        fibers[i].done = fibers[i].waited = false;
-        fibers[i].copies.assign(1, {});
+        if (!fibers[i]) fibers[i] = new Fiber(fiber_main);
+        Fiber& fiber = *fibers[i];
+        fiber.done = fiber.waited = false;
+        fiber.waits_for = nullptr;
+        fiber.exchanges = fiber.groups = 0;
+        fiber.copies.clear();
     }
-    for (unsigned left = threads; left;) {
-        u64 before = progress;
-        left = 0;
-        for (unsigned i = 0; i < threads; i++) {
-            if (fibers[i].done) continue;
-            threadIdx = {i, 0, 0};
-            resume(fibers[i]);
-            left += !fibers[i].done;
-        }
-        if (progress == before) {
-            fprintf(stderr, "%u threads of block (%u, %u, %u) wait for ever\n", left, blockIdx.x, blockIdx.y,
-                    blockIdx.z);
-            abort();
-        }
+    for (bool ran = true; ran;) {
+        ran = false;
+        for (unsigned i = 0; i < threads; i += 32) ran |= run_warp(i, i + 32 < threads ? i + 32 : threads);
+    }
+    unsigned left = 0;
+    for (unsigned i = 0; i < threads; i++) left += !fibers[i]->done;
+    if (left) {
+        fprintf(stderr, "%u threads of block (%u, %u, %u) wait for ever\n", left, blockIdx.x, blockIdx.y, blockIdx.z);
+        abort();
     }
 }
 
-static void run_grid(const int* grid, int threads, int shared, std::function<void()> body) {
-    kernel_body = body;
+static void run_grid(const int* grid, int threads, int shared, void (*body)(void**), void** args) {
+    kernel = body;
+    kernel_args = args;
     gridDim = {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]};
     blockDim = {(unsigned)threads, 1, 1};
     dynamic_bytes = shared;
@@ -225,16 +252,18 @@ inline void __syncwarp(unsigned = ~0u) {
     wait_warp();
 }
 
+// Where the lanes of a warp lay what they give to the operation that this thread is at, one of two places in turns.
+static unsigned next_exchange() {
+    return this_fiber().exchanges++ % 2;
+}
+
 // What every lane of the warp gives; to be read before the next operation of the warp.
 template <typename T>
-static u64 (*gather(const T* values, int count))[8] {
+static u64* gather(T value) {
     static_assert(sizeof(T) <= 8, "one word each");
-    auto* lanes = exchange[threadIdx.x / 32];
-    wait_warp();
-    for (int i = 0; i < count; i++) {
-        lanes[lane_id()][i] = 0;
-        memcpy(&lanes[lane_id()][i], &values[i], sizeof(T));
-    }
+    auto* lanes = exchange[next_exchange()][threadIdx.x / 32];
+    lanes[lane_id()] = 0;
+    memcpy(&lanes[lane_id()], &value, sizeof(T));
     wait_warp();
     return lanes;
 }
@@ -246,26 +275,26 @@ static T taken(u64 word) {
 }
 template <typename T>
 static T __shfl_xor_sync(unsigned, T value, int mask) {
-    return taken<T>(gather(&value, 1)[lane_id() ^ mask][0]);
+    return taken<T>(gather(value)[lane_id() ^ mask]);
 }
 template <typename T>
 static T __shfl_sync(unsigned, T value, int lane) {
-    return taken<T>(gather(&value, 1)[lane % 32][0]);
+    return taken<T>(gather(value)[lane % 32]);
 }
 template <typename T>
 static T __shfl_down_sync(unsigned, T value, int delta) {
     unsigned lane = lane_id() + delta;
-    return taken<T>(gather(&value, 1)[lane < 32 ? lane : lane_id()][0]);
+    return taken<T>(gather(value)[lane < 32 ? lane : lane_id()]);
 }
 template <typename T>
 static T __shfl_up_sync(unsigned, T value, int delta) {
     int lane = (int)lane_id() - delta;
-    return taken<T>(gather(&value, 1)[lane >= 0 ? lane : lane_id()][0]);
+    return taken<T>(gather(value)[lane >= 0 ? lane : lane_id()]);
 }
 static unsigned __ballot_sync(unsigned, int value) {
     unsigned bits = 0;
-    auto* lanes = gather(&value, 1);
-    for (int i = 0; i < 32; i++) bits |= (unsigned)(taken<int>(lanes[i][0]) != 0) << i;
+    auto* lanes = gather(value);
+    for (int i = 0; i < 32; i++) bits |= (unsigned)(taken<int>(lanes[i]) != 0) << i;
     return bits;
 }
 static int __any_sync(unsigned m, int value) {
@@ -277,8 +306,8 @@ static int __all_sync(unsigned m, int value) {
 template <typename T>
 static unsigned __match_any_sync(unsigned, T value) {
     unsigned bits = 0;
-    auto* lanes = gather(&value, 1);
-    for (int i = 0; i < 32; i++) bits |= (unsigned)(taken<T>(lanes[i][0]) == value) << i;
+    auto* lanes = gather(value);
+    for (int i = 0; i < 32; i++) bits |= (unsigned)(taken<T>(lanes[i]) == value) << i;
     return bits;
 }
 template <typename T>
@@ -432,7 +461,7 @@ EXTREMES(u64)
 // ---------------------------------------------------------------- what the kernels write in PTX
 
 inline void wait_for_kernel_before() {
-    fibers[threadIdx.x].waited = true;
+    this_fiber().waited = true;
 }
 inline void start_next_kernel() {}
 
@@ -478,21 +507,24 @@ inline unsigned char* at_shared(u32 address, size_t bytes) {
 }
 inline void copy_async(u32 target, const void* source, bool valid) {
     at_shared(target, 16);
-    fibers[threadIdx.x].copies.back().push_back({target, source, valid});
+    this_fiber().copies.push_back({this_fiber().groups, target, source, valid});
 }
 inline void commit_copies() {
-    fibers[threadIdx.x].copies.emplace_back();
+    this_fiber().groups++;
 }
 template <int PENDING>
 inline void wait_for_copies() {
-    for (auto& groups = fibers[threadIdx.x].copies; groups.size() > PENDING + 1; groups.pop_front())
-        for (const Copy& copy : groups.front()) {
-            unsigned char* p = at_shared(copy.target, 16);
-            if (copy.valid)
-                memcpy(p, copy.source, 16);
-            else
-                memset(p, 0, 16);
-        }
+    Fiber& fiber = this_fiber();
+    size_t count = 0;
+    for (; count < fiber.copies.size() && fiber.copies[count].group + PENDING < fiber.groups; count++) {
+        const Copy& copy = fiber.copies[count];
+        unsigned char* p = at_shared(copy.target, 16);
+        if (copy.valid)
+            memcpy(p, copy.source, 16);
+        else
+            memset(p, 0, 16);
+    }
+    fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + count);
 }
 
 inline uint4 load_shared(u32 address) {
@@ -512,20 +544,20 @@ inline void store_shared(u32 address, uint4 v) {
     memcpy(at_shared(address, 16), &v, 16);
 }
 
-static u32 matrix_word(u64 (*lanes)[8], int matrix, int row, int column) {
+static u32 matrix_word(const u64* lanes, int matrix, int row, int column) {
     elem e;
-    memcpy(&e, at_shared((u32)lanes[matrix * 8 + row][0] + column * 2, 2), 2);
+    memcpy(&e, at_shared((u32)lanes[matrix * 8 + row] + column * 2, 2), 2);
     return e;
 }
 static void load_matrices(u32 (&r)[4], u32 address) {
-    auto* lanes = gather(&address, 1);
+    auto* lanes = gather(address);
     int row = lane_id() / 4, column = lane_id() % 4 * 2;
     for (int i = 0; i < 4; i++)
         r[i] = matrix_word(lanes, i, row, column) | matrix_word(lanes, i, row, column + 1) << 16;
 }
 template <int N>
 static void load_matrices_transposed(u32 (&r)[N], u32 address) {
-    auto* lanes = gather(&address, 1);
+    auto* lanes = gather(address);
     int column = lane_id() / 4, row = lane_id() % 4 * 2;
     for (int i = 0; i < N; i++)
         r[i] = matrix_word(lanes, i, row, column) | matrix_word(lanes, i, row + 1, column) << 16;
@@ -559,14 +591,16 @@ inline void halves_of(u32& first, u32& second, u32 codes) {
 template <typename ValueOf>
 static void multiply_add_values(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, ValueOf value_of) {
     u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
-    auto* lanes = gather(own, 6);
+    auto* lanes = factors[next_exchange()][threadIdx.x / 32];
+    for (int i = 0; i < 12; i++) lanes[lane_id()][i] = value_of(own[i / 2], i % 2);
+    wait_warp();
     for (int j = 0; j < 4; j++) {
         int row = lane_id() / 4 + j / 2 * 8, column = lane_id() % 4 * 2 + j % 2;
         float sum = c[j];
         for (int k = 0; k < 16; k++) {
-            u32 left = (u32)lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
-            u32 right = (u32)lanes[column * 4 + k % 8 / 2][4 + k / 8];
-            sum = fmaf(value_of(left, k % 2), value_of(right, k % 2), sum);
+            float left = lanes[row % 8 * 4 + k % 8 / 2][(row / 8 + k / 8 * 2) * 2 + k % 2];
+            float right = lanes[column * 4 + k % 8 / 2][(4 + k / 8) * 2 + k % 2];
+            sum = fmaf(left, right, sum);
         }
         c[j] = sum;
     }
