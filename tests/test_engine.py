@@ -342,6 +342,13 @@ def test_stats_on_a_virtual_clock():
     assert second == Stats(queue_s=4, ttft_s=6, decode_s=0, e2e_s=6, tokens_per_s=1 / 2)
 
 
+def test_a_request_arrives_once_it_is_tokenized():
+    engine, backend = make_engine(scripted(1, 9))
+    engine.add(request(0, (5,), max_tokens=1))
+    backend.clock.now = 5
+    assert finish(engine)[-1].stats == Stats(queue_s=0, ttft_s=1, decode_s=0, e2e_s=1, tokens_per_s=1)
+
+
 def test_a_token_s_time_is_that_of_its_step_not_of_its_neighbours_text():
     engine, _ = make_engine(scripted(1, 9), push_s=10)
     for i in range(3):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tinyvllm_cli.engine.batcher import Batcher
 from tinyvllm_cli.engine.failures import NAN_LOGITS, as_failure, failed, no_token
 from tinyvllm_cli.engine.forcing import Forcing
-from tinyvllm_cli.engine.intake import Arrival, Intake
+from tinyvllm_cli.engine.intake import Intake
 from tinyvllm_cli.engine.live import End, Live, answered
 from tinyvllm_cli.engine.obeying import BESIDE_FROM, Obeying, follow
 from tinyvllm_cli.engine.plan import Plan, Step
@@ -59,7 +59,7 @@ class Engine:
         self._backend = backend
         self._limits = backend.limits
         self._codec = codec
-        self._intake = Intake(codec, self._limits, eos_token_ids=eos_token_ids, run_seed=run_seed)
+        self._intake = Intake(codec, self._limits, eos_token_ids=eos_token_ids, run_seed=run_seed, clock=clock)
         self._clock = clock
         self._batcher = Batcher(self._limits, prefix_cache=prefix_cache)
         self._forcing = Forcing(self._batcher, self.stats)
@@ -67,7 +67,7 @@ class Engine:
         self._in_flight: deque[Step] = deque()
         self._beside = ThreadPoolExecutor(1)  # starts no thread before it has work
         self._obeying: Obeying | None = None
-        self._added: dict[int, Arrival] = {}  # to be tokenized, by request_id
+        self._added: dict[int, Request] = {}  # to be tokenized, by request_id
         self._done: list[Completion] = []  # ended without a step: events of the next one
 
     @property
@@ -88,7 +88,7 @@ class Engine:
         """
         if request.request_id in self._live or request.request_id in self._added:
             raise ValueError(f"request_id {request.request_id} is under way already")
-        self._added[request.request_id] = Arrival(request, self._clock())
+        self._added[request.request_id] = request
 
     def abort(self, request_id: int) -> None:
         """Forget a request, wherever it stands, without a Completion; one that is unknown or told is no error."""
@@ -167,9 +167,9 @@ class Engine:
         added = list(islice(self._added.values(), count))
         if not added:
             return
-        for request, _ in added:
+        for request in added:
             del self._added[request.request_id]
-        for (request, _), live in zip(added, self._intake.accept(added, deltas=self.deltas), strict=True):
+        for request, live in zip(added, self._intake.accept(added, deltas=self.deltas), strict=True):
             if isinstance(live, Exception):
                 self._done.append(failed(request, as_failure(live)))
             elif request.params.max_tokens == 0:

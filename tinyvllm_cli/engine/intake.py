@@ -25,11 +25,6 @@ class Prompt(NamedTuple):
     truncated: int  # tokens that were cut
 
 
-class Arrival(NamedTuple):
-    request: Request
-    at: float  # seconds on the engine's clock
-
-
 class Intake:
     """Makes of requests what is queued, or finds out why one cannot be answered."""
 
@@ -40,27 +35,28 @@ class Intake:
         *,
         eos_token_ids: tuple[int, ...],
         run_seed: int,
+        clock: abc.Callable[[], float],
     ) -> None:
-        """The rest as of Engine."""
+        """As of Engine."""
         self._codec = codec
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._run_seed = run_seed
+        self._clock = clock
 
-    def accept(self, arrivals: abc.Sequence[Arrival], *, deltas: bool) -> list[Live | Exception]:
-        """Each with its sequences, none of which is queued yet, or what stands against it. deltas: as of Engine."""
-        prompts = take_prompts(self._codec, [request for request, _ in arrivals], self._limits.max_seq_len)
-        return [self._live(arrival, prompt, deltas) for arrival, prompt in zip(arrivals, prompts, strict=True)]
+    def accept(self, requests: abc.Sequence[Request], *, deltas: bool) -> list[Live | Exception]:
+        """Each with its sequences, to be queued now, or what stands against it. deltas: as of Engine."""
+        prompts = take_prompts(self._codec, requests, self._limits.max_seq_len)
+        return [self._live(request, prompt, deltas) for request, prompt in zip(requests, prompts, strict=True)]
 
-    def _live(self, arrival: Arrival, prompt: Prompt | Exception, deltas: bool) -> Live | Exception:
+    def _live(self, request: Request, prompt: Prompt | Exception, deltas: bool) -> Live | Exception:
         try:
-            return prompt if isinstance(prompt, Exception) else self._accepted(arrival, prompt, deltas)
+            return prompt if isinstance(prompt, Exception) else self._accepted(request, prompt, deltas)
         except Exception as error:
             return error
 
-    def _accepted(self, arrival: Arrival, prompt: Prompt, deltas: bool) -> Live:
-        """Room and text of a request. RequestError where it cannot be answered."""
-        request, arrived = arrival
+    def _accepted(self, request: Request, prompt: Prompt, deltas: bool) -> Live:
+        """Room and text of a request, which arrives now. RequestError where it cannot be answered."""
         params, constraint, codec = request.params, request.params.constraint, self._codec
         prompt_ids, prompt_len = prompt.ids, len(prompt.ids)
         max_len = min(prompt_len + params.max_tokens, self._limits.max_seq_len)
@@ -84,7 +80,7 @@ class Intake:
         answers = [codec.answer(request, sequence.token_ids) for sequence in sequences]
         logprobs = [] if params.logprobs is None else [Logprobs(params.logprobs) for _ in sequences]
         late = not (deltas or params.stop)
-        return Live(request, sequences, answers, Timeline(arrived), ends, prompt.truncated, late, logprobs)
+        return Live(request, sequences, answers, Timeline(self._clock()), ends, prompt.truncated, late, logprobs)
 
     def _require_blocks(self, field: str, prompt_len: int, max_len: int) -> None:
         """RequestError where not even an empty memory holds the sequence. Its last token has no KV."""
