@@ -184,8 +184,8 @@ def _require_memory(tensors: TensorSource) -> None:
     free = available_memory()
     if needed > free:
         raise ModelError(
-            f"the weights need {needed >> 20} MiB in float32 and {free >> 20} MiB are free: take a smaller model, or "
-            "free some memory"
+            f"the weights need {needed >> 20} MiB in float32 and {free >> 20} MiB are free for this process (by "
+            "the machine, its container and ulimit): take a smaller model, or free some memory or raise that limit"
         )
 
 
