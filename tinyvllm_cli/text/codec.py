@@ -59,7 +59,7 @@ class TextCodec:
         """How a plain prompt is given to the model."""
         if self.template is None:
             return "prompts are given as they are (the model has no chat template)"
-        return "each prompt becomes one user message of the model's chat template"
+        return "a plain prompt becomes one user message of the model's chat template"
 
     def encode(self, request: Request) -> list[int]:
         """The ids of a prompt. Raises RequestError as asking() does."""
