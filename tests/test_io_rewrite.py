@@ -247,3 +247,16 @@ def test_what_others_do_to_an_output_is_noticed(out: Path, meddle: Callable[[Pat
         meddle(out)
         with pytest.raises(TinyvllmError, match=said):
             writer.check()
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_an_output_that_was_cut_under_way_is_not_written_to(out: Path, kept: int):
+    """Zeros would stand in the gap, and its size would be right again."""
+    with opened(out) as writer:
+        begin(writer)
+        writer.write(NEW)
+        os.truncate(out, kept)
+        before = out.read_bytes()
+        with pytest.raises(TinyvllmError, match="changed by another program"):
+            writer.write(NEW)
+        assert out.read_bytes() == before

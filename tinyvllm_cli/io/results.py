@@ -166,6 +166,8 @@ class ResultWriter:
     def write(self, completion: Completion) -> None:
         """Hand one line to the kernel. OutputClosedError where the reader is gone, TinyvllmError on a full disk."""
         line = memoryview(self._encode(completion))
+        if self._end is not None and os.fstat(self._fd).st_size < self._end:  # else zeros would fill the gap
+            raise self._changed()
         try:
             while line:
                 line = line[self._write_some(line) :]
@@ -191,9 +193,10 @@ class ResultWriter:
         if not there:
             raise TinyvllmError(f"{self.name} was moved, replaced or deleted while the run wrote to it")
         if os.fstat(self._fd).st_size != self._end:
-            raise TinyvllmError(
-                f"{self.name} was changed by another program while the run wrote to it: see what it holds"
-            )
+            raise self._changed()
+
+    def _changed(self) -> TinyvllmError:
+        return TinyvllmError(f"{self.name} was changed by another program while the run wrote to it: see what it holds")
 
     def _cut_back(self) -> None:
         """A file on a full disk ends with its last whole line, unless somebody else's text follows."""
