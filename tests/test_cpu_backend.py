@@ -177,8 +177,9 @@ def test_a_context_costs_what_is_used_of_it(checkpoint: Checkpoint, monkeypatch:
         assert backend.limits.max_seq_len > 10**6
         return most
 
-    assert peak() < 10_000_000
-    assert units(peak, rounds=1) < 100
+    peaks: list[int] = []
+    assert units(lambda: peaks.append(peak()), rounds=1) < 100
+    assert peaks[0] < 10_000_000
 
 
 def test_rope_tables_that_grow_change_no_logits(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch):

@@ -214,7 +214,7 @@ def test_a_large_vocabulary_is_read_in_little_time(tmp_path: Path):
     finish(writer)
     metadata = read_gguf(tmp_path / "m.gguf").metadata
     assert metadata["tokenizer.ggml.tokens"] == tokens and metadata["tokenizer.ggml.merges"] == merges
-    assert units(lambda: read_gguf(tmp_path / "m.gguf")) < 60
+    assert units(lambda: read_gguf(tmp_path / "m.gguf")) < 30
 
 
 def config_of(folder: Path, **changes: Any) -> GGUFFile:

@@ -26,8 +26,9 @@ LARGE = random_tokenizer(PRESETS["llama-3.2-1b"])
 
 @pytest.mark.parametrize("config", SIZES.values(), ids=SIZES)
 def test_every_id_is_other_bytes_and_only_control_words_are_left_out(config: dict[str, Any]):
-    tokenizer = random_tokenizer(config)
-    assert units(lambda: random_tokenizer(config), rounds=1) < 300
+    made: list[Tokenizer] = []
+    assert units(lambda: made.append(random_tokenizer(config)), rounds=1) < 300
+    tokenizer = made[0]
     size = config["vocab_size"]
     assert tokenizer.size == tokenizer.core.get_vocab_size() == size
     eos = config["eos_token_id"]

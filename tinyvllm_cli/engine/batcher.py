@@ -277,7 +277,7 @@ class Batcher:
     def _vacate_drawn(self) -> None:
         """Slots of those that have drawn all they may are free, before what they drew is read. Some may have left."""
         gives = self.limits.max_in_flight <= 2  # else newcomers may come to lack blocks that these still hold
-        for sequence in filter(lambda drawn: gives and drawn.slot is not None, self._drawn):
+        for sequence in [drawn for drawn in self._drawn if gives and drawn.slot is not None]:
             self._vacate(sequence)
         self._drawn = []
 
