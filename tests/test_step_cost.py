@@ -8,8 +8,10 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_backend import request
 from idle_gpu import CONFIG, IdleRuntime, idle_backend
@@ -140,12 +142,15 @@ def test_most_steps_are_captured_while_the_queue_lasts(running: Running):
 
 
 def python_calls(act: Callable[[], object]) -> Counter[str]:
-    """Functions that are called: "call" of Python's, "c_call" of C's. The collector rests: when it comes, and whose
-    callbacks and finalizers it then calls, depends on the tests before."""
+    """Functions that are called: "call" of Python's, "c_call" of C's, but those of and by NumPy's own, whose number
+    its version decides. The collector rests: when it comes, and whose callbacks and finalizers it then calls, depends
+    on the tests before."""
     calls: Counter[str] = Counter()
+    numpy_files = str(Path(np.__file__).parent)
 
     def count(frame: Any, event: str, arg: Any) -> None:
-        calls[event] += 1
+        if not frame.f_code.co_filename.startswith(numpy_files):
+            calls[event] += 1
 
     gc.disable()
     sys.setprofile(count)
@@ -160,8 +165,8 @@ def python_calls(act: Callable[[], object]) -> Counter[str]:
 def test_a_decode_step_calls_few_functions(running: Running):
     """Two of Python's for each token: its text is made, and itself told; three of C's, as it joins two lists."""
     calls = python_calls(running.engine.step)
-    assert calls["call"] <= 2 * SLOTS + 195, calls
-    assert calls["c_call"] <= 3 * SLOTS + 150, calls
+    assert calls["call"] <= 2 * SLOTS + 164, calls
+    assert calls["c_call"] <= 3 * SLOTS + 118, calls
 
 
 def test_a_step_with_a_prompt_calls_few_functions(running: Running):
@@ -169,7 +174,7 @@ def test_a_step_with_a_prompt_calls_few_functions(running: Running):
     running.engine.abort(3)
     running.engine.add(request(SLOTS, prompt(SLOTS), max_tokens=400))
     calls = python_calls(running.engine.step)
-    assert calls["call"] - plain["call"] <= 39 * LAYERS + 195, (calls, plain)
+    assert calls["call"] - plain["call"] <= 39 * LAYERS + 125, (calls, plain)
 
 
 def test_a_decode_step_takes_little_memory_and_gives_it_back(running: Running):
