@@ -131,13 +131,63 @@ def test_lines_appended_while_the_model_loads_are_not_read(
     assert run_here("run", source, "-m", tiny, "-o", out) == 0
     assert by_id(read_answers(out)).keys() == {0, 1, 2}
     said = capfd.readouterr().err
-    assert ("in.jsonl has changed since the run began; 3 of the 3 requests" in said) is bool(appended)
+    assert ("in.jsonl has changed since the run began" in said) is bool(appended)
+    meanwhile.clear()
+    source.write_text("".join(json.dumps({**line, "custom_id": i}) + "\n" for i, line in enumerate(2 * LINES)))
+    assert run_here("run", source, "-m", tiny, "-o", out, "--resume") == 0, "as the warning says"
+    assert by_id(read_answers(out)).keys() == {*range(6)}
 
 
-def test_an_input_that_is_cut_while_the_model_loads_is_said(
+@pytest.mark.parametrize("command", ["run", "score"])
+@pytest.mark.parametrize("options", [(), ("--ordered",)])
+@pytest.mark.parametrize("torn", [0, 1, 9])
+def test_an_input_that_is_cut_ends_the_run_as_failed_and_resume_does_the_rest(
+    tiny: Path,
+    tmp_path: Path,
+    meanwhile: list[Any],
+    capfd: pytest.CaptureFixture[str],
+    command: str,
+    options: tuple[str, ...],
+    torn: int,
+):
+    """torn: bytes that are left of the second line."""
+    lines = LINES if command == "run" else [{"custom_id": i, "text": f"Number {i}"} for i in range(3)]
+    source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    whole = source.read_bytes()
+    left = whole.index(b"\n") + 1 + torn
+    asked = (command, source, "-m", tiny, "-o", out, *options)
+    meanwhile.append(lambda: os.truncate(source, left))
+    assert run_here(*asked) == 1
+    *_, said = capfd.readouterr().err.splitlines()
+    assert f"{source} ends after {left} of the {len(whole)} bytes" in said and "restore it" in said
+    assert "--resume" in said
+    assert json.loads((tmp_path / "out.jsonl.run.json").read_text())["state"] == "failed"
+    kept = out.read_bytes()
+    assert [answer["custom_id"] for answer in read_answers(kept)] == [0], "no line for what is left of the second"
+    meanwhile.clear()
+    source.write_bytes(whole)
+    assert run_here(*asked, "--resume") == 0
+    assert out.read_bytes().startswith(kept) and by_id(read_answers(out)).keys() == {0, 1, 2}
+
+
+def test_an_input_that_holds_other_requests_in_as_many_bytes_is_a_run_that_failed(
     tiny: Path, tmp_path: Path, meanwhile: list[Any], capfd: pytest.CaptureFixture[str]
 ):
-    source = write_lines(tmp_path / "in.jsonl", LINES)
-    meanwhile.append(lambda: os.truncate(source, len(json.dumps(LINES[0])) + 1))
-    assert run_here("run", source, "-m", tiny, "-o", tmp_path / "out.jsonl", "-q") == 0
-    assert "1 of the 3 requests that it held were read" in capfd.readouterr().err
+    source, out = write_lines(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
+    first, rest = source.read_bytes().split(b"\n", 1)
+    meanwhile.append(lambda: source.write_bytes(first + b"\n" * (1 + len(rest))))
+    assert run_here("run", source, "-m", tiny, "-o", out, "-q") == 1
+    said = capfd.readouterr().err
+    assert f"{source} was rewritten" in said and "3 requests" in said and "and 1 when" in said
+    assert json.loads((tmp_path / "out.jsonl.run.json").read_text())["state"] == "failed"
+    assert by_id(read_answers(out)).keys() == {0}
+
+
+def test_a_dry_run_of_an_input_that_is_cut_says_so(
+    tiny: Path, tmp_path: Path, meanwhile: list[Any], capfd: pytest.CaptureFixture[str]
+):
+    source = tmp_path / "in.csv"
+    source.write_text("custom_id,word\n1,one\n2,two\n")
+    meanwhile.append(lambda: os.truncate(source, source.stat().st_size - 2))
+    assert run_here("run", source, "-m", tiny, "-t", "{{ word }}", "--dry-run") == 1
+    assert f"{source} ends after" in capfd.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyvllm_cli.errors import UsageError
+from tinyvllm_cli.errors import InputError, UsageError
 from tinyvllm_cli.io.prompts import read_lines
 from tinyvllm_cli.io.source import open_source
 
@@ -45,6 +45,22 @@ def test_what_is_appended_later_is_not_read(tmp_path: Path):
             stream.seek(0)
             assert [line.text for line in read_lines(stream)] == [b"1", b"2"]
         assert source.changed()
+
+
+@pytest.mark.parametrize("left", [0, 2, 3])
+def test_an_end_that_comes_before_the_files_own_is_no_end(tmp_path: Path, left: int):
+    """Neither a line that was cut nor those behind it are taken for less than they were."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"1\n23\n")
+    with open_source(str(path)).stream as stream:
+        os.truncate(path, left)
+        found = []
+        with pytest.raises(InputError, match=f"in.jsonl ends after {left} of the 5 bytes"):
+            found.extend(line.text for line in read_lines(stream))
+        assert found == ([b"1"] if left else [])
+        stream.seek(0)
+        path.write_bytes(b"1\n23\n")
+        assert [line.text for line in read_lines(stream)] == [b"1", b"23"]
 
 
 def test_a_file_that_takes_the_inputs_name_is_not_read(tmp_path: Path):

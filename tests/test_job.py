@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from jobs import BAD, GOOD, items, make_engine, make_job, run
 
 from tinyvllm_cli.engine.engine import Engine
-from tinyvllm_cli.errors import DeviceError
+from tinyvllm_cli.errors import DeviceError, InputError
 from tinyvllm_cli.io.feed import AHEAD, FileFeed, PipeFeed
+from tinyvllm_cli.io.ordered import Order
 from tinyvllm_cli.io.prompts import Defaults, Item, read_lines, read_requests
 from tinyvllm_cli.io.record import RunRecord
 from tinyvllm_cli.job import FILL_ITEMS, FILL_SIZE
@@ -165,6 +166,21 @@ def test_a_pipe_gives_what_a_file_gives_and_a_fault_in_reading_is_not_lost(out: 
 
     with pytest.raises(OSError, match="Input/output error"):
         run(out, [], PipeFeed(broken()))
+
+
+@pytest.mark.parametrize("order", [None, Order()])
+def test_what_was_read_of_an_input_that_is_cut_has_its_answers(out: Path, order: Order | None):
+    """The last one is much the longest, so that it has only begun when the end is found."""
+
+    def cut() -> Iterator[Item]:
+        yield from items(GOOD)
+        raise InputError("in.jsonl was cut")
+
+    with pytest.raises(InputError, match="was cut"):
+        run(out, [], FileFeed(cut()), order)
+    wanted = by_id(run(out.with_name("whole"), GOOD))
+    found = by_id(read_answers(out))
+    assert {name: place_free(found[name]) for name in found} == {n: place_free(a) for n, a in wanted.items()}
 
 
 def test_internal_errors_are_recorded_and_the_run_goes_on(tmp_path: Path):

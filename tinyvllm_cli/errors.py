@@ -46,6 +46,10 @@ class UsageError(TinyvllmError, ValueError):
     exit_code = EXIT_USAGE
 
 
+class InputError(TinyvllmError):
+    """The input is no longer the file that it was when the run began."""
+
+
 class OutputClosedError(TinyvllmError):
     """The reader of standard output went away (quiet: `| head` is no fault)."""
 

@@ -15,6 +15,7 @@ from tinyvllm_cli.errors import (
     EXIT_OK,
     EXIT_SOME_FAILED,
     DeviceError,
+    InputError,
     OutputClosedError,
     TinyvllmError,
     UsageError,
@@ -252,9 +253,18 @@ def _answer(run: _Checked, ready: _Ready, loaded: LoadedModel, hold: Hold) -> in
     except TinyvllmError as error:
         raise TinyvllmError(f"{error}{run.how_to_go_on}") from error
     if source.twice and source.changed():
-        read = f"{job.tally.done} of the {ready.total} requests that it held were read"
-        warn(f"warning: {source.name} has changed since the run began; {read}")
+        read = f"as many requests as it held then were read ({ready.total}), and nothing that was added"
+        warn(f"warning: {source.name} has changed since the run began: {read}{run.how_to_go_on}")
     return _exit_code(job.tally, quiet=not options.quiet)  # the summary has said it
+
+
+def _check_read(source: Source, progress: Progress) -> None:
+    """InputError where other requests were read than were there when the run began."""
+    if source.twice and progress.done != progress.total:
+        raise InputError(
+            f"{source.name} was rewritten by another program: it held {progress.total} requests when the run began, "
+            f"and {progress.done} when it was read; restore it"
+        )
 
 
 def _exit_code(tally: Tally, *, quiet: bool) -> int:
@@ -307,6 +317,7 @@ def _run_recorded(job: Job, loaded: LoadedModel, record: RunRecord, run: _Checke
     try:
         job.run()
         run.writer.check()
+        _check_read(run.input.source, job.progress())
     except OutputClosedError:
         end("stopped", say=False)
         raise

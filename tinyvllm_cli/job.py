@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from tinyvllm_cli.engine.stats import EngineStats
-from tinyvllm_cli.errors import DeviceError
+from tinyvllm_cli.errors import DeviceError, InputError
 from tinyvllm_cli.io.feed import Feed
 from tinyvllm_cli.io.ordered import Order
 from tinyvllm_cli.io.progress import Display
@@ -84,11 +84,18 @@ class Job:
         """Until every line has its answer or its error.
 
         DeviceError where the device fails under way: what was being answered has got its error, what waited no line.
+        InputError where the input was cut: what could be read of it has its answers.
         """
-        while not (self._feed.exhausted and self._engine.idle):
-            self._fill()
-            self._step()
-            self._show()
+        try:
+            while not (self._feed.exhausted and self._engine.idle):
+                self._fill()
+                self._step()
+                self._show()
+        except InputError:
+            while not self._engine.idle:
+                self._step()
+                self._show()
+            raise
 
     def write_rest(self) -> None:
         """For a run that ends here: write what is finished and waits for its turn. Errors as those of the writer."""

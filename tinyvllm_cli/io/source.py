@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from tinyvllm_cli.errors import UsageError
+from tinyvllm_cli.errors import InputError, UsageError
 
 STDIN = 0
 OTHER_KINDS = {  # files that hold lines in another form: how to come to them
@@ -57,11 +57,13 @@ class Source:
 class _Raw(io.FileIO):
     """A file for a BufferedReader, which takes "no data yet" of a non-blocking one for its end: this one waits.
 
-    It ends at `size` bytes where that is given, whatever is appended later.
+    It ends at `size` bytes where that is given, whatever is appended later. InputError where it ends before: what is
+    left of a line that was cut is no line.
     """
 
-    def __init__(self, fd: int, *, size: int | None) -> None:
+    def __init__(self, fd: int, called: str, *, size: int | None) -> None:
         super().__init__(fd, "rb", closefd=fd != STDIN)
+        self._called = called
         self._size = size
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
@@ -70,6 +72,11 @@ class _Raw(io.FileIO):
             room = room[: max(0, self._size - self.tell())]
         while (count := super().readinto(room)) is None:
             select.select([self], [], [])
+        if self._size is not None and room and not count:
+            raise InputError(
+                f"{self._called} ends after {self.tell()} of the {self._size} bytes that it had when it was opened: "
+                "another program has cut it; restore it"
+            )
         return count
 
 
@@ -106,4 +113,4 @@ def open_stdin(wanted: str) -> Source:
 def _source(name: str, fd: int, *, suffix: str, named: bool) -> Source:
     status = os.fstat(fd)
     size = status.st_size if named and stat.S_ISREG(status.st_mode) else None
-    return Source(name, io.BufferedReader(_Raw(fd, size=size)), status, suffix, named)
+    return Source(name, io.BufferedReader(_Raw(fd, name, size=size)), status, suffix, named)
