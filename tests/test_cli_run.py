@@ -79,6 +79,40 @@ def test_several_answers_a_line(tiny: Path, tmp_path: Path, capfd: pytest.Captur
         assert found[i]["usage"]["prompt_tokens"] == single[i]["usage"]["prompt_tokens"]
 
 
+ROWS = ("-t", "{{ a }}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "said"),
+    [
+        ("in.csv", "a\nx\n", (*ROWS, "-n", "2"), "error: -n is 2 at temperature 0, wanted"),
+        ("in.jsonl", '{"a": "x"}\n', (*ROWS, "-n", "3", "--temperature", "0"), "error: -n is 3 at temperature 0"),
+        ("in.txt", "x\n", ("--set", "n=2"), "error: --set: n is 2 at temperature 0"),
+        ("in.txt", "x\n", ("-n", "2", "--temperature", "0.000009"), "for example --temperature 0.8"),
+        ("in.txt", "x\n", ("-n", "2", "--temperature", "0", "--model-sampling"), "-n is 2 at temperature 0"),
+        # The model is what is missed: the line may say a temperature, the command does, or the model may.
+        ("in.jsonl", '{"prompt": "x"}\n', ("-n", "2"), None),
+        ("in.csv", "a\nx\n", (*ROWS, "-n", "2", "--set", "temperature=0.5"), None),
+        ("in.txt", "x\n", ("-n", "2", "--model-sampling"), None),
+        ("in.txt", "x\n", ("-n", "1"), None),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_several_equal_answers_to_lines_without_fields_are_refused_before_the_model(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    content: str,
+    options: tuple[str, ...],
+    said: str | None,
+    more: tuple[str, ...],
+):
+    (tmp_path / name).write_text(content)
+    code = run_here("run", tmp_path / name, "-m", "/no/model", "-o", tmp_path / "out", *options, *more)
+    assert (code, names(tmp_path)) == (1 if said is None else 2, [name])
+    assert (said or "/no/model") in capfd.readouterr().err
+
+
 def test_model_sampling_without_a_suggestion_is_said(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     answers_to(tmp_path, tiny, LINES, "--model-sampling")
     assert "the model suggests no sampling" in capfd.readouterr().err

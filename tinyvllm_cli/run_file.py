@@ -108,6 +108,8 @@ def run_file(options: RunOptions, *, origins: Mapping[str, str], command: list[s
     # A pipe stays open: closing it would wait for the thread that reads it.
     with closing(source.stream) if source.regular else nullcontext():
         rows = read_rows(source, texts["--template"], options.id, options.keep, raw=options.raw)
+        if rows is not None or source.text_lines:
+            options.check_alone(settings)
         work = RunWork(options, settings, system, rows)
         return work_through(work, source, used=used, origins=origins, command=command, hold=hold)
 

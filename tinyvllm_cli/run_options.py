@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.file_options import FileOptions
 from tinyvllm_cli.io.prompts import Defaults
-from tinyvllm_cli.io.settings import TextOption, check_form, line_defaults, read_schema, read_settings
+from tinyvllm_cli.io.settings import (
+    TextOption,
+    check_equal_answers,
+    check_form,
+    line_defaults,
+    read_schema,
+    read_settings,
+)
 
 if TYPE_CHECKING:
     from tinyvllm_cli.model.checkpoint import Checkpoint
@@ -59,6 +66,11 @@ class RunOptions(FileOptions):
             "json_schema": None if schema is None else read_schema(schema),
         }
         return read_settings(named, self.set)
+
+    def check_alone(self, settings: Mapping[str, Any]) -> None:
+        """UsageError where no line can be answered that has no answer fields. settings: of settings()."""
+        if "temperature" in settings or not self.model_sampling:  # else it is the model's, which is not known yet
+            check_equal_answers(settings, by_n=self.n is not None)
 
     def check_form(self, settings: Mapping[str, Any], codec: TextCodec) -> None:
         """As of io.settings.check_form(). settings: of settings()."""

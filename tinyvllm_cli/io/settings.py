@@ -14,7 +14,15 @@ import msgspec
 
 from tinyvllm_cli.errors import RequestError, UsageError
 from tinyvllm_cli.io.constraints import read_constraint, read_params
-from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, FORM_FIELDS, PROMPT_FIELDS, read_field, unknown_field
+from tinyvllm_cli.io.fields import (
+    ANSWER_FIELDS,
+    FIELDS,
+    FORM_FIELDS,
+    PROMPT_FIELDS,
+    read_field,
+    refuse_equal_answers,
+    unknown_field,
+)
 from tinyvllm_cli.io.prompts import Defaults
 from tinyvllm_cli.io.source import STDIN
 from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys
@@ -96,6 +104,17 @@ def check_form(settings: Mapping[str, Any], codec: TextCodec, *, schema_file: st
         if schema_file is not None:
             raise UsageError(f"--json-schema: {schema_file}{reason}") from None
         raise UsageError(f"--choice{reason}" if by_choice else f"--set: {error.message}") from None
+
+
+def check_equal_answers(settings: Mapping[str, Any], *, by_n: bool) -> None:
+    """UsageError where a line that says nothing else would get several answers that are all the same.
+
+    settings: of read_settings(). by_n: n is given by -n, else by --set.
+    """
+    try:
+        refuse_equal_answers(line_defaults(settings, {}, raw=False).params)
+    except RequestError as error:
+        raise UsageError(f"{'-' if by_n else '--set: '}{error.message}: for example --temperature 0.8") from None
 
 
 def _as_json(name: str, text: str) -> bytes:
