@@ -113,6 +113,16 @@ def test_ids_come_from_their_column_with_their_type():
     assert [item.custom_id for item in by_default] == ["7", "line-3"]
 
 
+@pytest.mark.parametrize("id_column", [None, "key"])
+def test_a_row_with_a_cell_that_is_no_text_keeps_its_id_unless_that_is_it(id_column: str | None):
+    name = id_column or "custom_id"
+    data = f"a,{name},b\n".encode() + b"\xe9,x1,y\nx,x2,\xff\nx,\xe9,y\n\xe9,,y\nx,x5,y\n"
+    items = read(data, rows("{{ a }}", is_csv=True, id_column=id_column))
+    assert [item.custom_id for item in items] == ["x1", "x2", "line-4", "line-5", "x5"]
+    errors = [isinstance(item, Completion) and item.error and item.error.message.split()[0] for item in items]
+    assert errors == ["a", "b", name, "a", False]
+
+
 def test_a_template_names_what_a_row_lacks():
     (item,) = read(b'{"question": 1}', rows("{{ qestion }}"))
     assert isinstance(item, Completion) and item.error is not None and item.error.type == "template_error"

@@ -77,8 +77,10 @@ def _line(index: int, number: int, header: list[str], row: list[str]) -> Line:
     try:
         return Line(index, number, msgspec.json.encode(columns))
     except UnicodeEncodeError:
-        column = next(name for name, cell in columns.items() if not _is_text(cell))
-        return Line(index, number, b"", _fault("invalid_encoding", f"{column} is not UTF-8, wanted UTF-8 text"))
+        good = {name: cell for name, cell in columns.items() if _is_text(cell)}  # the id may be among them
+        column = next(name for name in columns if name not in good)
+        fault = _fault("invalid_encoding", f"{column} is not UTF-8, wanted UTF-8 text")
+        return Line(index, number, msgspec.json.encode(good), fault)
 
 
 def _fault(type: FailureType, message: str) -> RequestError:

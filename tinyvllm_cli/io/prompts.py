@@ -47,7 +47,7 @@ class Line:
     index: int  # among the lines that are not blank, from 0
     number: int  # physical, from 1
     text: bytes
-    fault: RequestError | None = None  # of a row that has no text
+    fault: RequestError | None = None  # of a row whose text is not all of it, or nothing
 
 
 @dataclass(frozen=True, slots=True)
