@@ -76,7 +76,6 @@ def test_a_column_is_what_its_name_gives_and_jinja_in_it_stays(columns: dict[str
         "{{ a.__class__.__mro__ }}",
         "{{ 1 / 0 }}",
         "{{ b }}",
-        "{% include 'x' %}",
         "{{ a.copy }}",
         "{{ cycler }}",
         "{{ self }}",
@@ -95,6 +94,15 @@ def test_a_template_that_fails_or_reaches_out_is_an_error_of_the_line(source: st
     with pytest.raises(RequestError) as error:
         template.render({"a": []})
     assert error.value.type == "template_error" and "\n" not in error.value.message
+
+
+@pytest.mark.parametrize("tag", ["include 'x'", "include a ignore missing", "import 'x' as y", "from 'x' import y"])
+@pytest.mark.parametrize("around", ["{}", "{{% if a %}}{}{{% endif %}}", "{{% for b in a %}}{}{{% endfor %}}"])
+def test_a_template_that_takes_in_another_is_refused_by_the_name_of_the_tag(tag: str, around: str):
+    with pytest.raises(UsageError) as error:
+        RowTemplate("{{ a }}\n" + around.format(f"{{% {tag} %}}"))
+    keyword, _ = tag.split(maxsplit=1)
+    assert str(error.value).startswith(f"--template: {{% {keyword} %}} in line 2 takes in another template")
 
 
 @pytest.mark.parametrize("name", ["items", "keys", "values", "get", "copy", "update"])

@@ -11,9 +11,15 @@ from tinyvllm_cli.errors import RequestError, UsageError
 from tinyvllm_cli.text.chat_template import MAX_CHARS
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
+    from jinja2 import Environment, Template, nodes
 
 SHOWN = 20  # columns in a message
+TAKE_IN = {
+    "Include": "include",
+    "Import": "import",
+    "FromImport": "from",
+    "Extends": "extends",
+}  # tags of Jinja's nodes
 ROW = "row"  # all columns by their names, for those that are no name in Jinja: row["first name"]
 
 Truncate = Callable[[str, int], str]
@@ -34,12 +40,15 @@ class RowTemplate:
         environment = _environment(truncate)
         try:
             tree = environment.parse(source)
+            _refuse_others(tree)
             free = frozenset(meta.find_undeclared_variables(tree)) - {*environment.globals}
             self.names: frozenset[str] = free - {ROW}
             self.reads_row = bool(free)
             self._template: Template = environment.from_string(tree)
             # Each row copies them, and from Jinja's own ChainMap that takes longer than to render a short prompt.
             self._template.globals = dict(self._template.globals)
+        except UsageError:
+            raise
         except TemplateSyntaxError as error:
             raise UsageError(f"--template is not valid Jinja: line {error.lineno}: {error.message}") from None
         except Exception as error:  # what Python does not compile: too deep, too many digits
@@ -75,6 +84,19 @@ class RowTemplate:
             if f"'{name}'" in str(error):
                 return no_column("the template", name, list(columns))
         return f"the template fails: {_one_line(error)}"
+
+
+def _refuse_others(tree: nodes.Template) -> None:
+    """UsageError where a template takes in another: each row would fail, for nothing says where that would be."""
+    from jinja2 import nodes
+
+    found = next((node for node in tree.find_all(nodes.Node) if type(node).__name__ in TAKE_IN), None)
+    if found is not None:
+        tag = f"{{% {TAKE_IN[type(found).__name__]} %}}"
+        raise UsageError(
+            f"--template: {tag} in line {found.lineno} takes in another template, which is not supported: "
+            "write its text in this one"
+        )
 
 
 def no_column(what: str, name: str, columns: Sequence[str]) -> str:
