@@ -17,7 +17,7 @@ from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.io.csv_lines import read_csv_lines, read_header
 from tinyvllm_cli.io.prompts import Defaults, Item, read_requests
 from tinyvllm_cli.io.rows import Rows
-from tinyvllm_cli.text.row_template import RowTemplate
+from tinyvllm_cli.text.row_template import RowTemplate, no_column
 from tinyvllm_cli.types import Completion, Request
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -126,7 +126,7 @@ def test_a_row_with_a_cell_that_is_no_text_keeps_its_id_unless_that_is_it(id_col
 def test_a_template_names_what_a_row_lacks():
     (item,) = read(b'{"question": 1}', rows("{{ qestion }}"))
     assert isinstance(item, Completion) and item.error is not None and item.error.type == "template_error"
-    assert item.error.message.endswith("asks for the column qestion, which is not there: did you mean question?")
+    assert item.error.message.endswith("asks for the column qestion, which is not there: found question")
     assert prompts(b'{"a": {}}', rows("{{ a.b }}")) == ["template_error"]
     assert prompts(b'{"a": 1}', rows("{% if b is defined %}{{ b }}{% else %}none{% endif %}")) == ["none"]
 
@@ -187,15 +187,22 @@ def test_rows_on_standard_input_and_texts_cut_by_the_models_own_tokens(tiny: Pat
     assert answers[0]["usage"]["prompt_tokens"] == 1 + 3 + 1  # BOS, one whole character of three bytes, !
 
 
+def test_of_very_many_columns_those_like_the_one_that_is_missed_are_shown_first():
+    others = [f"x{i}" for i in range(100)]
+    shown = no_column("--id", "reveiw", [*others, "review"]).partition("found ")[2].split(", ")
+    assert shown == ["review", *others[:19], "..."]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ((), "needs --template"),
         (("--id", "city"), "needs --template"),
-        (("-t", "{{ ciy }}"), "did you mean city?"),
+        (("-t", "{{ ciy }}"), "the column ciy, which is not there: found city, id, note\n"),
         (("-t", "{{ city"), "not valid Jinja"),
         (("-t", "{{ city }}", "--id", "key"), "--id asks for the column key"),
-        (("-t", "{{ city }}", "--keep", "notes"), "did you mean note?"),
+        (("-t", "{{ city }}", "--keep", "notes"), "found note, id, city\n"),
+        (("-t", "{{ city }}", "--id", "city_id"), "found city, id, note\n"),
         (("-t", "city.txt"), "uses no column"),
         (("-t", "@missing.txt"), "cannot read missing.txt"),
     ],

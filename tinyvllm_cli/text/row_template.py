@@ -101,8 +101,8 @@ def _refuse_others(tree: nodes.Template) -> None:
 
 def no_column(what: str, name: str, columns: Sequence[str]) -> str:
     """The fault of a column that `what` asks for and the row or the header lacks."""
-    nearest = difflib.get_close_matches(name, columns, 1)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"found {_listed(columns) or 'no columns'}"
+    near = difflib.get_close_matches(name, columns, SHOWN)  # of many columns, those that may be meant are shown
+    hint = f"found {_listed([*near, *(each for each in columns if each not in near)]) or 'no columns'}"
     if len(columns) == 1 and any(char in columns[0] for char in ";\t|"):
         hint += "; columns are separated by commas"
     return f"{what} asks for the column {name}, which is not there: {hint}"
