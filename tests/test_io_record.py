@@ -186,6 +186,14 @@ def test_an_earlier_record_is_read_or_there_is_none(tmp_path: Path, text: str, k
     assert read_record(tmp_path / "r") is None
 
 
+def test_a_device_is_no_record_and_is_not_read(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise AssertionError("it may have no end")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert read_record(Path("/dev/zero")) is None
+
+
 def test_whoever_reads_it_finds_a_whole_one(tmp_path: Path):
     path = tmp_path / "r.json"
     record, said = make_record(path)

@@ -13,7 +13,7 @@ from tinyvllm_cli.chat.settings import read_chat_settings
 from tinyvllm_cli.config import EngineOptions
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.io.settings import TextOption, check_form, read_schema, read_settings
-from tinyvllm_cli.io.source import STDIN, open_stdin
+from tinyvllm_cli.io.source import STDIN, open_stdin, read_whole
 from tinyvllm_cli.machine_options import MachineOptions
 
 if TYPE_CHECKING:
@@ -81,11 +81,12 @@ class ChatOptions(MachineOptions):
 
 
 def _read_input() -> str:
-    """All of standard input. UsageError where there is nothing, or no text."""
+    """All of standard input. UsageError where there is nothing, no text, or too much of it."""
     if os.isatty(STDIN):
         note("standard input is read for the prompt: ^D on an empty line ends it")
     try:
-        text = open_stdin("text").stream.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+        raw = read_whole(open_stdin("text").stream, "standard input")
+        text = raw.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         wrong = error.object[error.start]
         raise UsageError(

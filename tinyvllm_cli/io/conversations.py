@@ -19,6 +19,7 @@ from tinyvllm_cli.io.fields import read_fields
 from tinyvllm_cli.io.messages import read_messages
 from tinyvllm_cli.io.prompts import read_lines, split_fields
 from tinyvllm_cli.io.results import json_line
+from tinyvllm_cli.io.source import read_whole
 from tinyvllm_cli.types import Message
 
 WANTED = 'wanted one line {"messages": [...]}'
@@ -41,7 +42,9 @@ def read_conversation(path: Path) -> tuple[tuple[Message, ...], Stamp | None]:
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            text = file.read()
+            text = read_whole(file, str(path))
+    except UsageError:
+        raise
     except (OSError, ValueError) as error:
         raise _failed("read", path, error) from None
     return _messages(path, text), _stamp(status) if stat.S_ISREG(status.st_mode) else None

@@ -110,7 +110,7 @@ def _checked(path: Path, used: Mapping[str, os.stat_result]) -> Path:
 def read_record(path: Path | None) -> dict[str, Any] | None:
     """The record of an earlier run; None where there is none, or what is there is none."""
     try:
-        if path is None or path.stat().st_size > MAX_BYTES:
+        if path is None or not path.is_file() or path.stat().st_size > MAX_BYTES:  # a device may have no end
             return None
         record = json.loads(path.read_bytes())
         return record if record.keys() >= MARKS else None

@@ -24,7 +24,7 @@ from tinyvllm_cli.io.fields import (
     unknown_field,
 )
 from tinyvllm_cli.io.prompts import Defaults
-from tinyvllm_cli.io.source import STDIN
+from tinyvllm_cli.io.source import STDIN, read_whole
 from tinyvllm_cli.io.strict import refuse_deep, refuse_equal_keys
 from tinyvllm_cli.types import SamplingParams
 
@@ -151,8 +151,8 @@ class TextOption:
 
 
 def read_text_option(option: str, value: str | None, *, takes_input: bool = False) -> TextOption | None:
-    """The text that an option gives; UsageError where its file cannot be read. takes_input: lines are read from
-    standard input, which is then no file for this."""
+    """The text that an option gives; UsageError where its file cannot be read, or is too long. takes_input: lines
+    are read from standard input, which is then no file for this."""
     if value is None or not value.startswith("@"):
         return None if value is None else TextOption(value)
     name = value[1:]
@@ -160,7 +160,7 @@ def read_text_option(option: str, value: str | None, *, takes_input: bool = Fals
         raise UsageError(f"{option}: {name} is standard input, from which the lines are read: give another file")
     try:
         with Path(name).open("rb") as file:
-            text = file.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+            text = read_whole(file, f"{option}: {name}").decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
             return TextOption(text, name, os.fstat(file.fileno()))
     except OSError as error:
         if option == "--json-schema" and name.lstrip().startswith("{"):

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from tinyvllm_cli.errors import InputError, UsageError
 
 STDIN = 0
+MAX_TEXT = 1 << 24  # bytes of a text that is read as a whole: beyond any context, well below a machine's memory
 OTHER_KINDS = {  # files that hold lines in another form: how to come to them
     ".json": "`jq -c '.[]' FILE > FILE.jsonl` makes lines of a JSON array",
     ".gz": "unpack it, or `gunzip -c FILE | tinyvllm run -` for JSON lines",
@@ -108,6 +109,14 @@ def open_stdin(wanted: str) -> Source:
         raise UsageError(f"standard input cannot be read, wanted {wanted} there")
     # Not sys.stdin: a reader that still waits would hold its lock when the interpreter ends.
     return _source("standard input", STDIN, suffix=".jsonl", named=False)
+
+
+def read_whole(stream: BinaryIO, name: str) -> bytes:
+    """All of a text, which is no file of lines. UsageError where it is too long: a device may have no end."""
+    text = stream.read(MAX_TEXT + 1)
+    if len(text) > MAX_TEXT:
+        raise UsageError(f"{name} holds more than {MAX_TEXT:,} bytes, wanted a text of at most so many")
+    return text
 
 
 def _source(name: str, fd: int, *, suffix: str, named: bool) -> Source:
