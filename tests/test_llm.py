@@ -36,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 HOT = SamplingParams(temperature=1.0, max_tokens=12, seed=3, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPTS = ["one", "two and more", "three", "", "five " * 30, "six", "seven"]
+DATA = Path(__file__).parent / "data"
 CONVERSATIONS: list[Any] = [
     [{"role": "user", "content": "Hi"}],
     [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "And?"}]}],
@@ -545,6 +546,33 @@ def test_a_value_out_of_range_is_refused_in_the_words_of_a_line(name: str, value
     assert str(refused.value) == of_a_line.value.message
 
 
+WRONG_FORMS: list[dict[str, Any]] = [
+    {"regex": "("}, {"regex": "a\\"}, {"regex": "a$b"}, {"grammar": "start: thing"}, {"grammar": 'start: "a'},
+    {"grammar": 'start: %json {"uniqueItems": true}'}, {"json_schema": {"type": "text"}},
+    {"json_schema": {"type": "string", "pattern": "(a"}}, {"json_schema": False},
+    {"json_schema": {"oneOf": [{"minimum": 1}, {"maximum": 2}]}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", WRONG_FORMS)
+def test_a_wrong_form_is_refused_at_once_in_the_words_that_an_answer_would_have(llm: LLM, form: dict[str, Any]):
+    with pytest.raises(UsageError) as refused:
+        SamplingParams(**form)
+    unchecked = SamplingParams(constraint=read_params(form)["constraint"])
+    [answer] = llm.generate(["x"], unchecked)
+    assert answer.error is not None and answer.error.type == "invalid_schema"
+    assert str(refused.value) == answer.error.message
+
+
+@pytest.mark.parametrize("path", sorted((DATA / "schemas").glob("*.json")), ids=lambda path: path.stem)
+def test_a_schema_that_has_answers_is_taken(path: Path):
+    schema = json.loads(path.read_text("utf-8"))
+    assert SamplingParams(json_schema=schema) == SamplingParams(
+        constraint=read_params({"json_schema": schema})["constraint"]
+    )
+
+
 def test_it_has_the_fields_of_a_line_and_their_defaults():
     assert set(signature(SamplingParams).parameters) == ANSWER_FIELDS | {"constraint"} and set(FIELDS) >= ANSWER_FIELDS
     given, internal = SamplingParams(), types.SamplingParams()
@@ -612,7 +640,7 @@ def test_answers_have_their_form(llm: LLM):
         SamplingParams(choice=["left", "right"]),
     )
     assert choice.choices[0].text in {"left", "right"} and schema.choices[0].text in {"true", "false"}
-    refused = next(iter(llm.generate(iter(["x"]), SamplingParams(regex="("))))
+    refused = next(iter(llm.generate(iter(["x"]), SamplingParams(grammar="start: start"))))
     assert refused.error is not None and refused.error.type == "invalid_schema"
 
 

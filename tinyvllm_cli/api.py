@@ -25,7 +25,7 @@ class SamplingParams(types.SamplingParams):
 
     None is a field that is not given. Of json_schema, regex, grammar, choice and response_format one at most may be; it
     becomes `constraint`. Values of NumPy are taken as those of Python. UsageError, which is a ValueError, for a value
-    out of its range.
+    out of its range, and for a wrong schema, expression or grammar.
     """
 
     __slots__ = ()
@@ -62,6 +62,8 @@ class SamplingParams(types.SamplingParams):
             if logit_bias is not None:
                 given["logit_bias"] = _bias(logit_bias)
             values = read_params({name: _read(name, value) for name, value in given.items()})
+            if values.get("constraint") is not None:
+                _refuse_wrong(values["constraint"])
             if constraint is not None:  # of another one that is copied
                 if not isinstance(constraint, Constraint):
                     raise _wrong("constraint", constraint, "json_schema, regex, grammar or choice in its place")
@@ -70,6 +72,12 @@ class SamplingParams(types.SamplingParams):
             refuse_equal_answers(self)
         except RequestError as error:
             raise UsageError(error.message) from None
+
+
+def _refuse_wrong(constraint: Constraint) -> None:
+    from tinyvllm_cli.text.grammars import refuse_wrong  # with llguidance: for those who want a form
+
+    refuse_wrong(constraint)
 
 
 NOT_FIELDS = {"self", "constraint", "__class__"}

@@ -235,24 +235,51 @@ class Matcher:
         return RequestError("invalid_schema", message, name)
 
 
-def _library_grammar(tokenizer: Tokenizer, vocab_size: int, constraint: Constraint) -> str:
+def refuse_wrong(constraint: Constraint) -> None:
+    """RequestError invalid_schema where a constraint is wrong whatever the model: what Grammars.check() finds, but for
+    what only tokens show."""
+    if reason := deeply(partial(_wrong, constraint)):
+        raise RequestError("invalid_schema", f"{constraint.field} {reason}", constraint.field)
+
+
+def _wrong(constraint: Constraint) -> str | None:
+    from llguidance import LLMatcher
+
+    try:
+        grammar = _own_grammar(constraint)
+    except SchemaError as error:
+        return str(error)
+    message = "" if grammar is None else LLMatcher.validate_grammar(grammar)
+    return _refusal(_reason(message)) if message else None
+
+
+def _own_grammar(constraint: Constraint) -> str | None:
+    """As llguidance reads it; None of choices, which are spelt in the tokens of a model."""
     from llguidance import LLMatcher, regex_to_lark
 
     source = constraint.source
+    if constraint.kind == "choice":
+        return None
     if constraint.kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(json.dumps(prepare_schema(json.loads(source))))
     if constraint.kind == "grammar":
         return LLMatcher.grammar_from_lark(prepare_grammar(source))
-    if constraint.kind == "choice":
-        texts = json.loads(source)
-        grammar = choice_grammar(tokenizer, texts, vocab_size)
-        if grammar is None:
-            return LLMatcher.grammar_from_regex(choice_pattern(texts))
-        return LLMatcher.grammar_from_lark(grammar)
     if reason := refuse_pattern(source):
         raise SchemaError(f"is {shortened(repr(source))}, {reason}")
     # \d and \w as in the patterns of JSON schemas, which are ECMAScript's: ASCII
     return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(source, 'dw')}/")
+
+
+def _library_grammar(tokenizer: Tokenizer, vocab_size: int, constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+
+    if (own := _own_grammar(constraint)) is not None:
+        return own
+    texts = json.loads(constraint.source)
+    grammar = choice_grammar(tokenizer, texts, vocab_size)
+    if grammar is None:
+        return LLMatcher.grammar_from_regex(choice_pattern(texts))
+    return LLMatcher.grammar_from_lark(grammar)
 
 
 def _reason(error: str) -> str:
