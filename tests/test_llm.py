@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from tinyvllm_cli import LLM, Completion, Request, RequestError, SamplingParams,
 from tinyvllm_cli.backends.cpu.backend import CpuBackend
 from tinyvllm_cli.errors import DeviceError
 from tinyvllm_cli.io.constraints import read_params
-from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, read_field
+from tinyvllm_cli.io.fields import ANSWER_FIELDS, FIELDS, OTHER_NAMES, read_field
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -571,6 +572,33 @@ def test_a_schema_that_has_answers_is_taken(path: Path):
     assert SamplingParams(json_schema=schema) == SamplingParams(
         constraint=read_params({"json_schema": schema})["constraint"]
     )
+
+
+@pytest.mark.parametrize("kind", [LLM, Request, SamplingParams])
+def test_an_argument_with_one_letter_less_is_told_its_name(kind: type):
+    names = signature(kind).parameters
+    assert names
+    for name in names:
+        if len(name) > 5 and name[:-1] not in OTHER_NAMES:
+            with pytest.raises(
+                TypeError, match=rf"^{kind.__name__} has no argument {name[:-1]}, did you mean {name}\?$"
+            ):
+                kind(**{name[:-1]: 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "near"),
+    [
+        (SamplingParams, "guided_json", ", did you mean json_schema?"),
+        (Request, "id", ", did you mean custom_id?"),
+        (Request, "model", ""),  # a line is told of an option of the command
+        (LLM, "gpu_memory_utilization", ", did you mean gpu_memory?"),
+        (LLM, "xyzzy", ""),
+    ],
+)
+def test_what_other_tools_call_an_argument_is_told_ours_where_there_is_one(kind: type, name: str, near: str):
+    with pytest.raises(TypeError, match=f"^{re.escape(f'{kind.__name__} has no argument {name}{near}')}$"):
+        kind(**{name: 1})
 
 
 def test_it_has_the_fields_of_a_line_and_their_defaults():

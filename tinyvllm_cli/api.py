@@ -6,20 +6,42 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import wraps
+from inspect import signature
 from numbers import Integral
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from tinyvllm_cli import types
 from tinyvllm_cli.errors import RequestError, UsageError
 from tinyvllm_cli.io.constraints import read_params
-from tinyvllm_cli.io.fields import FIELDS, PROMPT_KINDS, read_field, refuse_equal_answers
+from tinyvllm_cli.io.fields import FIELDS, OTHER_NAMES, PROMPT_KINDS, nearest, read_field, refuse_equal_answers
 from tinyvllm_cli.io.messages import read_messages
 from tinyvllm_cli.io.strict import refuse_deep
 from tinyvllm_cli.types import DEFAULT_MAX_TOKENS, Constraint
 
 SHOWN_CHARS = 60  # of a value in a message
+T = TypeVar("T")
 
 
+def names_nearest(cls: type[T]) -> type[T]:
+    """The class, whose TypeError for an argument that it has not names the nearest one, as a line's error does."""
+    init: Any = cls.__init__
+    known = signature(cls).parameters
+
+    @wraps(init)
+    def checked(self: T, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                other = OTHER_NAMES.get(name)
+                near = other if other in known else nearest(name, known)
+                raise TypeError(f"{cls.__name__} has no argument {name}" + (f", did you mean {near}?" if near else ""))
+        init(self, *args, **given)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@names_nearest
 class SamplingParams(types.SamplingParams):
     """How an answer is made: the answer fields of a line, with their ranges and defaults (docs/lines.md).
 
@@ -83,6 +105,7 @@ def _refuse_wrong(constraint: Constraint) -> None:
 NOT_FIELDS = {"self", "constraint", "__class__"}
 
 
+@names_nearest
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt with what belongs to it alone: exactly one of prompt, messages and prompt_token_ids.

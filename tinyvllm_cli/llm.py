@@ -13,6 +13,7 @@ from tinyvllm_cli.api import (
     SamplingParams,
     chat_request,
     is_pair,
+    names_nearest,
     prompt_request,
     read_seed,
     read_text,
@@ -36,6 +37,7 @@ Conversation: TypeAlias = str | Sequence[Mapping[str, Any]] | Request
 Scored: TypeAlias = str | Ids | tuple[str, Sequence[str]] | tuple[Ids, Sequence[Ids]]
 
 
+@names_nearest
 class LLM:
     """A model that answers, in this process, with the engine of `tinyvllm run`: the same request gets the same answer.
 
