@@ -18,7 +18,6 @@ from dataclasses import asdict, fields, replace
 from inspect import signature
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,6 +42,25 @@ CONVERSATIONS: list[Any] = [
     [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "And?"}]}],
     "Just a text",
 ]
+
+
+class Frame(list[str]):
+    """As one of pandas, with the names of its columns."""
+
+    ndim = 2
+    columns = ("a",)
+
+    def keys(self) -> tuple[str, ...]:
+        return self.columns
+
+
+class Column(list[Any]):
+    """As a Series of pandas: its keys are those of the rows, and to go through it gives the values."""
+
+    ndim = 1
+
+    def keys(self) -> range:
+        return range(len(self))
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +130,10 @@ def test_an_iterator_gives_what_a_list_gives_and_is_asked_as_slots_get_free(llm:
 
 def test_other_things_with_a_length_are_lists(llm: LLM):
     wanted = told(llm.generate(["a", "b"], SHORT))
-    for prompts in (("a", "b"), np.array(["a", "b"]), dict.fromkeys("ab").keys()):
+    for prompts in (("a", "b"), np.array(["a", "b"]), Column(["a", "b"]), dict.fromkeys("ab").keys()):
         assert told(llm.generate(prompts, SHORT)) == wanted  # type: ignore[call-overload]
+    assert told(llm.chat(Column(CONVERSATIONS), SHORT)) == told(llm.chat(CONVERSATIONS, SHORT))
+    assert told(llm.score(Column(["a", "b"]))) == told(llm.score(["a", "b"]))
     ids = np.array([byte_ids("ab"), byte_ids("cd")])
     assert told(llm.generate(list(ids), SHORT)) == told(llm.generate(ids.tolist(), SHORT))
 
@@ -238,7 +258,8 @@ def test_what_is_no_prompt_is_an_error_in_its_place(llm: LLM):
         *[("generate", one) for one in ("text", b"x", [1, 2], np.array([1, 2]), {"prompt": "x"}, Request(prompt="x"))],
         *[("chat", one) for one in ("text", [{"role": "user", "content": "x"}], {"role": "user"})],
         *[("score", one) for one in ("text", [1, 2], 5, None, ("before", [" one", " two"]))],
-        *[(method, SimpleNamespace(keys=list)) for method in ("generate", "chat", "score")],  # as a data frame has it
+        *[(method, Frame(["a"])) for method in ("generate", "chat", "score")],
+        *[(method, Column([{"role": "user", "content": "x"}])) for method in ("chat",)],
         *[("generate", one) for one in (bytearray(b"x"), memoryview(b"x"))],
     ],
 )

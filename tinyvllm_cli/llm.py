@@ -254,7 +254,7 @@ def _several(name: str, items: object, begins: type) -> list[Any] | Iterator[Any
     one = name[:-1]
     if isinstance(items, Iterator):
         return items
-    if isinstance(items, str | bytes | bytearray | memoryview | Request) or hasattr(items, "keys"):
+    if isinstance(items, str | bytes | bytearray | memoryview | Request) or _has_columns(items):
         raise TypeError(f"{name} is a {type(items).__name__}, wanted a list or an iterator: [{one}]")
     if not isinstance(items, Iterable):
         raise TypeError(f"{name} is a {type(items).__name__}, wanted a list or an iterator: [{one}]")
@@ -264,3 +264,8 @@ def _several(name: str, items: object, begins: type) -> list[Any] | Iterator[Any
     if several and all(isinstance(item, begins) for item in several):
         raise TypeError(f"{name} is one {one}, wanted a list or an iterator of them: [{one}]")
     return several
+
+
+def _has_columns(items: object) -> bool:
+    """A mapping or a data frame, which gives its keys; a column of one has keys too, which are those of its rows."""
+    return hasattr(items, "columns") or (hasattr(items, "keys") and getattr(items, "ndim", None) != 1)
