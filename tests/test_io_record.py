@@ -1,17 +1,22 @@
 """The run record: always a whole JSON file, never in the way of the run or of another file."""
 
+import ast
 import json
 import os
 import subprocess
+import sys
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import strict_json
 
+import tinyvllm_cli
 from tinyvllm_cli.errors import UsageError
 from tinyvllm_cli.io.record import MAX_BYTES, MAX_TRACEBACKS, RunRecord, check_record_path, read_record
+from tinyvllm_cli.run_facts import machine_facts
 
 
 def make_record(path: Path | None, **options: Any) -> tuple[RunRecord, list[str]]:
@@ -41,6 +46,20 @@ def test_it_holds_the_facts_and_the_latest_state(tmp_path: Path):
     wanted = {"pid": 5, "state": "finished", "progress": {"done": 2}, "summary": {"ok": 2}, "tracebacks": []}
     assert json.loads(path.read_text()) == wanted
     assert list(tmp_path.iterdir()) == [path] and not said
+
+
+def test_it_has_the_version_of_each_library_that_answers_are_made_with():
+    """What is imported, somewhere, by the code of texts, engine and CPU."""
+    package = Path(str(tinyvllm_cli.__file__)).parent
+    files = [path for folder in ("text", "engine", "backends/cpu") for path in (package / folder).glob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    others = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"tinyvllm_cli"}
+    used = {name.replace("_", "-") for name in others}
+    assert {"numpy", "tokenizers"} < used
+    listed = machine_facts()["libraries"]
+    assert {name: listed.get(name) for name in used} == {name: version(name) for name in used}
 
 
 def test_it_is_due_now_and_then(tmp_path: Path):

@@ -26,7 +26,7 @@ from tinyvllm_cli.types import GREEDY_BELOW, BackendFacts, SamplingParams
 if TYPE_CHECKING:
     from tinyvllm_cli.load import LoadedModel
 
-LIBRARIES = ("click", "jinja2", "ml-dtypes", "msgspec", "numpy", "threadpoolctl", "tokenizers")
+LIBRARIES = ("click", "jinja2", "llguidance", "ml-dtypes", "msgspec", "numpy", "threadpoolctl", "tokenizers")
 
 
 def run_facts(
