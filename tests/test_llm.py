@@ -93,6 +93,7 @@ def test_answers_are_those_of_the_command(llm: LLM, model: Path, tmp_path: Path)
         assert [choice.text for choice in answer.choices] == [choice["text"] for choice in same["choices"]]
         assert (answer.usage and asdict(answer.usage)) == same["usage"]
         assert (answer.error and answer.error.message) == (same["error"] and same["error"]["message"])
+        assert same["fingerprint"] and answer.fingerprint is None, "which is for --resume alone"
 
 
 def test_a_request_without_seed_gets_that_of_its_id_or_of_its_prompt(llm: LLM, model: Path, tmp_path: Path):

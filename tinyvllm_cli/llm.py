@@ -41,6 +41,8 @@ Scored: TypeAlias = str | Ids | tuple[str, Sequence[str]] | tuple[Ids, Sequence[
 class LLM:
     """A model that answers, in this process, with the engine of `tinyvllm run`: the same request gets the same answer.
 
+    At a temperature its custom_id, or its seed, belongs to it: an item without either draws by its content.
+
     Every call may hand over any number of requests: they run at once, in `slots`, also those of several calls whose
     iterators are open. Threads may share it: their steps take turns. What has no answer is a Completion with `error` in
     its place. After an error of the device, which ends all that was running so, every further call raises it.

@@ -194,7 +194,7 @@ class Completion:
     metadata_json: bytes | None = None
     truncated_tokens: int = 0  # cut from the start of the prompt
     api: Api | None = None  # as in Request
-    fingerprint: str | None = None  # as in Request; None too where the line could not be read
+    fingerprint: str | None = None  # as in Request; None of Python's requests, and where the line could not be read
 
     def __repr__(self) -> str:
         """What people look for: none of what is empty, of the line, or a time."""
