@@ -11,7 +11,7 @@ _SETS = re.compile(r"\[|&&|--|~~")
 _COUNT = re.compile(r"\\.(?:\{[^}]*+\}?)?|\{([0-9]{1,18})(?:,([0-9]{0,18}))?\}", re.DOTALL)  # or another escape
 MOST_TIMES = 10_000  # a million of one letter take llguidance 200 MB
 _NO_LOOKING = re.compile(r"(\\[bB<>1-9]|\(\?<?[=!])|\\.", re.DOTALL)  # what is not supported, or another escape
-_ONE = r"(\\(?:[xuUpP]\{[^}]*+\}|x..|u.{4}|U.{8}|[pP].|.)|.)"  # of what a class lists
+_ONE = r"(\\(?:[xuUpP]\{[^}]{0,60}+\}|x..|u.{4}|U.{8}|[pP].|.)|.)"  # of what a class lists
 _RANGE = re.compile(f"{_ONE}(?:-{_ONE})?", re.DOTALL)  # or one alone
 SEVERAL = (r"\d", r"\D", r"\w", r"\W")  # characters, in a class
 _LINE_END = re.compile(r"[\n\r\t]")
