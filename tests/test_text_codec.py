@@ -70,7 +70,22 @@ def test_a_prompt_is_a_user_message_unless_raw(codec, bare):
     )
     assert codec.encode(request(prompt="hi", raw=True)) == as_it_is
     assert bare.encode(request(prompt="hi")) == as_it_is
-    assert codec.describe_prompts() != bare.describe_prompts()
+
+
+def test_what_is_said_of_prompts_and_messages_is_what_becomes_of_them(codec, bare):
+    said = "where a line says nothing else: "
+    assert codec.describe_prompts(raw=False) == (
+        f"{said}a prompt becomes one user message of the model's chat template, messages go through it"
+    )
+    assert codec.describe_prompts(raw=True) == (
+        f"{said}a prompt is given as it is (--raw), messages go through the model's chat template"
+    )
+    assert codec.encode(chat("hi", raw=True)) == codec.encode(chat("hi")), "messages with --raw"
+    for raw in True, False:
+        assert bare.describe_prompts(raw=raw) == (
+            "prompts are given as they are, and messages are refused (the model has no chat template)"
+        )
+        assert refusal(bare, chat("hi", raw=raw)) == ("template_error", "messages")
 
 
 def test_control_words_of_a_raw_prompt_are_control_words(codec):

@@ -125,8 +125,7 @@ def kv_note(kv_dtype: KVDtypeName) -> str:
 
 
 def prompts_line(loaded: LoadedModel, source: Source, scan: Scan | None, *, raw: bool) -> str:
-    how = "prompts are given as they are (--raw)" if raw else loaded.codec.describe_prompts()
-    return f"prompts: {input_name(source, scan)}; {how}"
+    return f"prompts: {input_name(source, scan)}; {loaded.codec.describe_prompts(raw=raw)}"
 
 
 def input_name(source: Source, scan: Scan | None) -> str:

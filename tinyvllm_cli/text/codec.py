@@ -55,11 +55,15 @@ class TextCodec:
         self._system = None if system is None else Message("system", system)
         self._control_words = None if template is None else ControlWords(tokenizer, template)
 
-    def describe_prompts(self) -> str:
-        """How a plain prompt is given to the model."""
+    def describe_prompts(self, *, raw: bool) -> str:
+        """How prompts and messages are given to the model. raw: what holds for a prompt whose line does not say it."""
         if self.template is None:
-            return "prompts are given as they are (the model has no chat template)"
-        return "a plain prompt becomes one user message of the model's chat template"
+            return "prompts are given as they are, and messages are refused (the model has no chat template)"
+        if raw:
+            how = "a prompt is given as it is (--raw), messages go through the model's chat template"
+        else:
+            how = "a prompt becomes one user message of the model's chat template, messages go through it"
+        return f"where a line says nothing else: {how}"
 
     def encode(self, request: Request) -> list[int]:
         """The ids of a prompt. Raises RequestError as asking() does."""
