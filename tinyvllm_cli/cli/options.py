@@ -217,7 +217,11 @@ output_options = group(
     ),
     option("--resume", is_flag=True, help="Keep what the output holds, and do the rest."),
     option("--overwrite", is_flag=True, help="Replace an output that exists."),
-    option("--ordered", is_flag=True, help="Write in the order of the input, not in that of finishing."),
+    option(
+        "--ordered",
+        is_flag=True,
+        help="Write in the order of the input, not in that of finishing; a resumed run orders only what it adds.",
+    ),
     option("--record", metavar="FILE", help="Run record: what was run and how far it is.  [default: OUTPUT.run.json]"),
     option("-q", "--quiet", is_flag=True, help="Say nothing but errors on standard error."),
 )
@@ -236,7 +240,12 @@ format_options = group(
 
 work_options = group(
     "Work",
-    option("--limit", type=click.IntRange(min=0), metavar="N", help="Only the first N requests."),
+    option(
+        "--limit",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Only the first N requests; of these --shard takes its part.",
+    ),
     option(
         "--shard",
         metavar="I/N",
