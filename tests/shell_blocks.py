@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-# "sh elsewhere" is for what a test has not: several GPUs, a cluster.
+# "sh elsewhere" is for what not every machine has: several GPUs, a cluster, models of one's own.
 BLOCK = re.compile(r"^```sh( elsewhere)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SPAN = re.compile(r"`([^`\n]*\btinyvllm [^`\n]*)`")
 HEREDOC = re.compile(r"<<'END'(.*)\n(?:.*\n)*?END$", re.MULTILINE)

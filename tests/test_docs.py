@@ -16,7 +16,7 @@ import click
 import duckdb
 import pytest
 from command import by_id, place_free, read_answers, run_here
-from jsonschema import ValidationError
+from jsonschema import ValidationError, validate
 from shell_blocks import command_lines, run_block, shell_blocks
 from tiny import CHAT_TEMPLATE, make_tiny_model
 
@@ -35,6 +35,8 @@ GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text()
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PYTHON_IN_SHELL = re.compile(r"^python - <<'END'\n(.*?)^END$", re.DOTALL | re.MULTILINE)
 TEST_LINK = re.compile(r"\[`(test_\w+)`\]\(\.\./(tests/test_\w+\.py)\)")
+HEREDOC = re.compile(r"^cat > (\S+) <<'END'\n(.*?)^END$", re.DOTALL | re.MULTILINE)
+WRITTEN = re.compile(r"""(?:-o|(?<![<>&0-9])>|TO) ["']?([\w./-]+\.\w+)""")
 ANSWER = re.compile(r'\{"custom_id":.*"choices":.*"error":null')
 
 
@@ -184,14 +186,15 @@ class PageRun:
 
 @pytest.fixture(scope="module")
 def page_run(tmp_path_factory: pytest.TempPathFactory) -> PageRun:
-    """The blocks run from top to bottom in an empty folder, each to its end."""
+    """The blocks run from top to bottom in an empty folder, each to its end; of those that run elsewhere the last one,
+    whose two models are here."""
     if shutil.which("jq") is None:
         pytest.skip("jq is not here")
     folder = tmp_path_factory.mktemp("page")
     for name, seed in ("small", 0), ("large", 1):
         make_tiny_model(folder / name, seed=seed, chat_template=CHAT_TEMPLATE)
     blocks = []
-    for block in shell_blocks(BATCH_FILES):
+    for block in [*shell_blocks(BATCH_FILES), shell_blocks(BATCH_FILES, elsewhere=True)[-1]]:
         run = run_block(block, folder, folder / "small")
         assert run.returncode == 0, f"{block}\n{run.stderr}"
         blocks.append((run.stdout, block))
@@ -215,6 +218,40 @@ def test_the_labels_of_the_page_are_the_trimmed_answers_and_are_counted(page_run
     (counts,) = (said for said, block in page_run.blocks if "uniq -c" in block)
     counted = dict(line.split(None, 1)[::-1] for line in counts.splitlines())
     assert {label: int(count) for label, count in counted.items()} == Counter(texts.values())
+
+
+def test_labels_as_json_are_what_the_schema_of_the_page_wants(page_run: PageRun):
+    (said,) = (said for said, block in page_run.blocks if "verdict.txt" in block)
+    schema = json.loads((page_run.folder / "verdict.json").read_text())
+    ends = {name: one["choices"][0]["finish_reason"] for name, one in page_run.answers("verdicts.jsonl").items()}
+    whole = by_id([json.loads(line) for line in said.splitlines()])
+    assert list(whole) == [name for name, end in ends.items() if end == "stop"] and len(ends) == 3
+    for line in whole.values():
+        validate({name: value for name, value in line.items() if name != "custom_id"}, schema)
+    examples = re.findall("^JSON: (.+)$", (page_run.folder / "verdict.txt").read_text(), re.MULTILINE)
+    for example in map(json.loads, examples):
+        validate(example, schema)
+        assert list(example) == list(schema["properties"])
+
+
+@pytest.mark.model
+def test_the_labels_as_json_that_the_page_shows_are_those_of_a_run(default_model: Path, tmp_path: Path):
+    files = dict(HEREDOC.findall(BATCH_FILES))
+    for name in "reviews.csv", "verdict.json", "verdict.txt":
+        (tmp_path / name).write_text(files[name])
+    command = ["run", tmp_path / "reviews.csv", "--id", "review_id", "--json-schema", tmp_path / "verdict.json"]
+    command += ["--max-tokens", "60", "--ordered", "-m", default_model, "-q", "--backend", "cpu", "--overwrite"]
+
+    def labels(*options: str | Path) -> list[dict[str, Any]]:
+        assert run_here(*command, *options, "-o", tmp_path / "out") == 0
+        answers = read_answers(tmp_path / "out")
+        return [{"custom_id": one["custom_id"]} | json.loads(one["choices"][0]["text"]) for one in answers]
+
+    told = BATCH_FILES.split("\n### Labels as JSON\n")[1].split("\n### ")[0]
+    shown = [json.loads(line) for line in told.splitlines() if line.startswith('{"custom_id":')]
+    assert labels("-t", f"@{tmp_path / 'verdict.txt'}", "--raw") == shown
+    (question,) = re.findall(r"asked `(.*)`", told)
+    assert [line["label"] for line in labels("-t", f"{question} {{{{ review }}}}")] == ["bad"] * 3
 
 
 def test_the_filter_of_the_page_trims_both_ends():
@@ -267,6 +304,21 @@ def test_a_comparison_shows_the_answers_that_differ(page_run: PageRun, names: tu
     assert found and found == {name: (a[name], b[name]) for name in a if a[name] != b[name]}
 
 
+def test_the_blocks_of_two_pages_may_run_in_one_folder():
+    """A name is given on one page only, but to a file with the same content everywhere."""
+    contents: dict[str, set[str]] = {}
+    pages: dict[str, set[str]] = {}
+    for page in PAGES:
+        for block in (block for mark in (False, True) for block in shell_blocks(page.read_text(), elsewhere=mark)):
+            for name, content in HEREDOC.findall(block):
+                contents.setdefault(name, set()).add(content)
+            for name in WRITTEN.findall(HEREDOC.sub("", block)):
+                pages.setdefault(name, set()).add(page.name)
+    assert {"reviews.csv", "verdict.txt"} <= contents.keys() and {"labels.csv", "rows.jsonl"} <= pages.keys()
+    assert {name for name, found in contents.items() if len(found) > 1} == set()
+    assert {name: found for name, found in pages.items() if len(found) > 1 or name in contents} == {}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_a_page_is_python(page: Path):
     text = page.read_text()
@@ -290,7 +342,7 @@ def test_the_check_of_the_page_of_lines_takes_answers_and_nothing_else(
 
 
 @pytest.mark.parametrize("block", shell_blocks(BATCH_FILES, elsewhere=True))
-def test_blocks_that_need_more_machines_are_shell(block: str):
+def test_blocks_that_run_elsewhere_are_shell(block: str):
     checked = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
 
