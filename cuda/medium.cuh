@@ -2,7 +2,7 @@
 // in order.
 //
 // The bits are those of skinny.cuh and of cublasLt's algorithms without split K: one float32 accumulator for each
-// number of the result, from zero, over K in ascending steps of 16. Rows of the weight are the 64 rows of a wgmma, one
+// number of the result, from zero, over K in ascending steps of 32 bytes. Rows of the weight are the 64 rows of a wgmma, one
 // or more of which a block has, and rows of activations (tokens) its columns. What binds is not only the weight's way
 // from memory but that of both from the L2 cache into each multiprocessor; so blocks of a cluster that share a tile of
 // one get it by one copy: those of its x have the same tokens, those of its y the same rows of the weight.
@@ -11,14 +11,14 @@
 
 namespace {
 
-constexpr int SLAB = 64;  // columns of K in a row of a tile: 128 bytes, as much as a swizzle has
-constexpr int SLAB_BYTES = SLAB * sizeof(elem), STEP = 16;
+constexpr int SLAB_BYTES = 128, STEPS = 4;  // of a row of a tile: as much as a swizzle has
 constexpr int GROUP = 4, GROUP_ROWS = 64;  // warps that multiply together, and the rows of the weight that they have
 
-// GROUPS: that multiply. TOKENS: of a block. SLABS: of a stage of the ring.
-template <int GROUPS_, int TOKENS_, int SLABS_>
+// GROUPS: that multiply. TOKENS: of a block. SLABS: of a stage of the ring. KIND: of both operands.
+template <int GROUPS_, int TOKENS_, int SLABS_, typename KIND_ = Elems>
 struct Tile {
-    static constexpr int GROUPS = GROUPS_, TOKENS = TOKENS_, SLABS = SLABS_;
+    using KIND = KIND_;
+    static constexpr int GROUPS = GROUPS_, TOKENS = TOKENS_, SLABS = SLABS_, STAGE_COLUMNS = SLABS * KIND::SLAB;
     static constexpr int ROWS = GROUPS * GROUP_ROWS, MULTIPLIERS = GROUPS * GROUP, THREADS = (MULTIPLIERS + 2) * WARP;
     static constexpr u32 WEIGHT_SLAB = ROWS * SLAB_BYTES, TOKENS_SLAB = TOKENS * SLAB_BYTES;
     static constexpr u32 STAGE_BYTES = SLABS * (WEIGHT_SLAB + TOKENS_SLAB);
@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_tiles(const Ring<T>& ring, const TensorMap&
 #pragma unroll
         for (int slab = 0; slab < T::SLABS; slab++) {
             const u32 to = target(place.slot) + slab * slab_bytes;
-            const int column = (stage * T::SLABS + slab) * SLAB;
+            const int column = stage * T::STAGE_COLUMNS + slab * T::KIND::SLAB;
             if (share.sharers > 1)
                 copy_tile(to, map, column, row, ring.came(place.slot), share.blocks);
             else
@@ -108,9 +108,9 @@ __device__ __forceinline__ void multiply_tiles(float (&sums)[T::TOKENS / 2], con
 #pragma unroll
         for (int slab = 0; slab < T::SLABS; slab++)
 #pragma unroll
-            for (int step = 0; step < SLAB / STEP; step++)
-                multiply_add<T::TOKENS>(sums, a + slab * (T::WEIGHT_SLAB >> 4) + step * NEXT_STEP,
-                                        b + slab * (T::TOKENS_SLAB >> 4) + step * NEXT_STEP);
+            for (int step = 0; step < STEPS; step++)
+                multiply_add<typename T::KIND, T::TOKENS>(sums, a + slab * (T::WEIGHT_SLAB >> 4) + step * NEXT_STEP,
+                                                          b + slab * (T::TOKENS_SLAB >> 4) + step * NEXT_STEP);
         commit_products();
         wait_for_products<1>();  // the stage before is multiplied
         const int next = stage - 1 + ring.stages;  // of its slot
@@ -140,7 +140,7 @@ __device__ __forceinline__ void product(const Operands& operands, Begin begin, F
     const int stages = operands.stages, first_row = blockIdx.x * T::ROWS, first_token = blockIdx.y * T::TOKENS;
     const Ring<T> ring{shared_address(shared), stages};
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int num_stages = (operands.K + T::SLABS * SLAB - 1) / (T::SLABS * SLAB);
+    const int num_stages = (operands.K + T::STAGE_COLUMNS - 1) / T::STAGE_COLUMNS;
     const uint2 size = cluster_size(), mine = place_in_cluster();
     start_next_kernel();
     if (threadIdx.x == 0) {

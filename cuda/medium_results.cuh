@@ -65,6 +65,17 @@ struct Result {
     }
 };
 
+// visit(i, place) for each of a thread's sums that stands for a number of the result.
+template <typename T, typename Visit>
+__device__ __forceinline__ void visit_result(const Result<T, float>& result, Visit visit) {
+    const int lane = threadIdx.x % WARP, row = threadIdx.x / WARP * 16 + lane / 4, token = lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < T::TOKENS / 2; i++) {
+        const int of_token = i / 4 * 8 + token + i % 2, column = row + i % 4 / 2 * 8;
+        if (result.has(of_token, column)) visit(i, result.at(of_token, column));
+    }
+}
+
 template <typename T>
 __device__ __forceinline__ void product_elem(const Operands& operands, elem* out, int rows, int N, int ld) {
     const int first = blockIdx.x * T::ROWS, first_token = blockIdx.y * T::TOKENS;

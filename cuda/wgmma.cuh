@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 __device__ __forceinline__ u64 descriptor(u32 address) {
     return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-constexpr u64 NEXT_STEP = 2;  // what 16 columns add to it
+constexpr u64 NEXT_STEP = 2;  // what the 32 bytes of a step add to it
 
 __device__ __forceinline__ void begin_products() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -129,9 +129,17 @@ __device__ __forceinline__ void wait_for_products() {
 #define WGMMA_TYPES "f32.f16.f16"
 #endif
 
-// sums[64, N] += a[64, 16] b[N, 16]^T, a and b by their descriptors. A thread has of each 8 columns what it has of
-// those of an mma whose 16 rows are its warp's.
-template <int N>
+// What is multiplied, and how many of it 128 bytes hold.
+struct Elems {
+    static constexpr int SLAB = 64;
+};
+struct Codes {  // e4m3
+    static constexpr int SLAB = 128;
+};
+
+// sums[64, N] += a[64, STEP] b[N, STEP]^T of a KIND, whose step is 32 bytes; a and b by their descriptors. A thread has
+// of each 8 columns what it has of those of an mma whose 16 rows are its warp's.
+template <typename KIND, int N>
 __device__ void multiply_add(float (&sums)[N / 2], u64 a, u64 b);
 
 // The registers of sums in the words of an instruction, and for the compiler, 8 for each 16 columns.
@@ -179,22 +187,26 @@ __device__ void multiply_add(float (&sums)[N / 2], u64 a, u64 b);
 #define SUMS_240 SUMS_224, F4(112), F4(116)
 #define NAMES_256 NAMES_240 ", " "%120, %121, %122, %123, %124, %125, %126, %127"
 #define SUMS_256 SUMS_240, F4(120), F4(124)
-#define DEFINE_MULTIPLY_ADD(N, A, B)                                                       \
-    template <>                                                                            \
-    __device__ __forceinline__ void multiply_add<N>(float (&sums)[N / 2], u64 a, u64 b) {  \
-        asm volatile(                                                                      \
-            "{\n"                                                                          \
-            ".reg .pred adds;\n"                                                           \
-            "setp.ne.b32 adds, 1, 0;\n"                                                    \
-            "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES " {" NAMES_##N       \
-            "}, %" #A ", %" #B ", adds, 1, 1, 0, 0;\n"                                     \
-            "}"                                                                            \
-            : SUMS_##N                                                                     \
-            : "l"(a), "l"(b));                                                             \
+#define DEFINE_MULTIPLY_ADD_OF(KIND, TYPES, FLAGS, N, A, B)                                    \
+    template <>                                                                                \
+    __device__ __forceinline__ void multiply_add<KIND, N>(float (&sums)[N / 2], u64 a, u64 b) { \
+        asm volatile(                                                                          \
+            "{\n"                                                                              \
+            ".reg .pred adds;\n"                                                               \
+            "setp.ne.b32 adds, 1, 0;\n"                                                        \
+            "wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" NAMES_##N                        \
+            "}, %" #A ", %" #B ", adds, 1, 1" FLAGS ";\n"                                      \
+            "}"                                                                                \
+            : SUMS_##N                                                                         \
+            : "l"(a), "l"(b));                                                                 \
     }
+#define DEFINE_MULTIPLY_ADD(N, A, B)                                            \
+    DEFINE_MULTIPLY_ADD_OF(Elems, "k16." WGMMA_TYPES, ", 0, 0", N, A, B)        \
+    DEFINE_MULTIPLY_ADD_OF(Codes, "k32.f32.e4m3.e4m3", "", N, A, B)
 // clang-format on
 
 // N, and the numbers of the two operands behind N / 2 sums.
+DEFINE_MULTIPLY_ADD(16, 8, 9)
 DEFINE_MULTIPLY_ADD(32, 16, 17)
 DEFINE_MULTIPLY_ADD(40, 20, 21)
 DEFINE_MULTIPLY_ADD(48, 24, 25)

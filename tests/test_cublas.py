@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinyvllm_cli.backends.gpu import medium
 from tinyvllm_cli.backends.gpu.algorithms import CODE_CLUSTERS, CODE_TILES
 from tinyvllm_cli.backends.gpu.cublas import FAST_ACCUMULATION, Blas, padded_rows
 from tinyvllm_cli.backends.gpu.cublas_api import Heuristic
@@ -151,7 +152,7 @@ class FakeKernels:
         self.counts: Counter[str] = Counter()
         self.launched: list[tuple[str, int]] = []  # kernel, rows
 
-    def launch(self, name: str, grid: Any, block: int, args: Any, *, stream: Any, shared: int) -> None:
+    def launch(self, name: str, grid: Any, block: int, args: Any, **how: Any) -> None:
         self.launched.append((name, args[3]))
 
 
@@ -215,6 +216,24 @@ def test_products_of_codes_may_have_other_tiles():
     blas.choose(3, **arrays, rows=1)
     blas.product(**arrays, rows=1, scales=scales)
     assert not blas.offers_own(**arrays, rows=1)
+
+
+@pytest.mark.parametrize(("dtype", "add", "name"), [(np.float16, False, "1"), (np.float32, True, "add")])
+def test_products_of_codes_run_by_our_own_kernel_once_it_is_chosen(
+    dtype: Any, add: bool, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Of few rows too, with both scales."""
+    monkeypatch.setattr(medium, "tensor_map", lambda *arguments: arguments)
+    rng, scales = np.random.default_rng(0), tuple(HostArray(np.ones(16, np.float32)) for _ in range(2))
+    arrays = {"a": codes(rng, 16, 16), "weight": codes(rng, 16, 16), "out": HostArray(np.zeros((16, 16), dtype))}
+    libraries, kernels = FakeLibraries(), FakeKernels()
+    blas = make_blas(libraries, kernels)
+    for rows in (1, 16):
+        assert blas.offers_own(**arrays, rows=rows, add=add)
+        blas.choose_own(True, **arrays, rows=rows, add=add)
+        blas.product(**arrays, rows=rows, add=add, scales=scales)
+    assert kernels.launched == [(f"medium_codes_{name}", 1), (f"medium_codes_{name}", 16)]
+    assert "cublasLtMatmul" not in libraries.calls
 
 
 @pytest.mark.parametrize("libraries", [FakeLibraries(splits=()), FakeLibraries(scales=False)], ids=["none", "old"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import skinny_laws
@@ -64,6 +65,54 @@ def test_the_bits_are_those_of_cublaslt_and_of_few_rows(n: int, k: int, cancels:
             except AssertionError as error:
                 problems.append(str(error))
     assert not problems, f"{len(problems)} products have other bits:\n" + "\n".join(problems[:20])
+
+
+def random_codes(rng: np.random.Generator, rows: int, k: int) -> tuple[Array, Array]:
+    """e4m3 codes and a scale for each row."""
+    numbers = 32 * rng.standard_normal((rows, k), np.float32)
+    return numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), 2 * rng.random(rows, np.float32) / 32**2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("n", "k", "ld"), [(16, 16, 16), (80, 208, 96), (1008, 2064, 1024), (8464, 272, 8464)])
+def test_products_of_codes_are_right(n: int, k: int, ld: int, mode: str, device: OpDevice):
+    """Against float64, as far as the tensor cores' sums go (docs/fp8.md); nothing else is written."""
+    rng, add = np.random.default_rng([n, k]), mode == "add"
+    (a, a_scales), (weight, weight_scales) = random_codes(rng, 256, k), random_codes(rng, n, k)
+    given = tuple(device.upload(array) for array in (a, weight))
+    scales = tuple(device.upload(array) for array in (a_scales, weight_scales))
+    numbers = [codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) for codes in (a, weight)]
+    exact = (numbers[0] @ numbers[1].T) * a_scales[:, None].astype(np.float64) * weight_scales
+    size = (np.abs(numbers[0]) @ np.abs(numbers[1]).T) * a_scales[:, None] * weight_scales
+    before = rng.standard_normal((256, ld), np.float32)
+    out_dtype = "float32" if add else device.dtype
+    for rows in (*range(1, 80, 5), *range(80, 257, 16)):
+        out = device.upload(before, out_dtype)
+        medium.multiply(device.kernels, device.stream, out, *given, rows, scales, add=add)
+        found, kept = read(out), rounded(before, out_dtype)
+        assert_same_bits("what is behind", found[rows:], kept[rows:])
+        assert_same_bits("what is beside", found[:rows, n:], kept[:rows, n:])
+        wanted = exact[:rows] + (before[:rows, :n] if add else 0)
+        error = np.abs(found[:rows, :n] - wanted) - np.abs(wanted) * (0 if add else 2.0**-8)
+        assert (error <= 2.0**-12 * size[:rows] + 1e-6).all(), f"{rows} rows of {n}x{k}: off by {error.max()}"
+
+
+@pytest.mark.parametrize(("n", "k"), [*LLAMA_1B, *LLAMA_8B], ids=str)
+def test_the_bits_of_products_of_codes_are_those_of_cublaslt(n: int, k: int, device: OpDevice):
+    rng, most = np.random.default_rng([n, k]), medium.MAX_ROWS
+    (a, a_scales), (some, weight_scales) = random_codes(rng, most, k), random_codes(rng, min(n, 4000), k)
+    a, weight = device.upload(a), device.upload(np.resize(some, (n, k)))
+    scales = (device.upload(a_scales), device.upload(np.resize(weight_scales, n)))
+    before = np.resize(rng.standard_normal(8000, np.float32), (most, n))
+    for add in (False, True):
+        dtype = "float32" if add else device.dtype
+        wanted = device.upload(before, dtype)
+        device.blas.product(wanted, a, weight, most, add=add, scales=scales)
+        wanted = read(wanted)
+        for rows in (1, 2, 8, 16, *ROWS):
+            out = device.upload(before, dtype)
+            medium.multiply(device.kernels, device.stream, out, a, weight, rows, scales, add=add)
+            assert_same_bits(f"{n}x{k} {dtype}, {rows} rows", read(out)[:rows], wanted[:rows])
 
 
 def of(device: OpDevice, kernels: Any) -> Any:

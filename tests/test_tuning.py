@@ -48,11 +48,18 @@ def summed(a: Any, weight: Any, parts: int, start: Any = 0) -> Any:
     return sum(sums)
 
 
+def scaled(sums: Any, of_rows: Any, of_weight: Any, *, once: bool) -> Any:
+    """Times the scales of both: the weight's first, or the two multiplied `once` for all."""
+    rows, weight = of_rows.view(np.ndarray)[: len(sums), None], of_weight.view(np.ndarray)
+    whole = 64 * sums.astype(np.float32)
+    return whole * (rows * weight) if once else whole * weight * rows
+
+
 class Library:
     """times[i]: milliseconds of algorithm i; other_bits: algorithms that sum otherwise; broken: those that fail.
 
-    own: milliseconds of our own kernels, None where there is none; own_sums: "in order", "split", or
-    "on" from what it is to add to, which the others add at the end.
+    own: milliseconds of our own kernels, None where there is none; own_sums: "in order", "split",
+    "on" from what it is to add to, which the others add at the end, or "once" as `scaled` has it.
     """
 
     version = "1.2.3"
@@ -89,8 +96,10 @@ class Library:
     def product(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool, scales: Any) -> None:
         """Past its rows an algorithm of cublasLt's leaves anything."""
         padded, sums_on = padded_rows(rows, add=add, codes=scales is not None), False
+        once = False
         if self.own_chosen.get((weight.shape, rows, add), False):
             took, splits, sums_on, padded = self.own, self.own_sums == "split", self.own_sums == "on", rows
+            once = self.own_sums == "once"
         else:
             index = self.chosen[weight.shape, padded, add]
             if index in self.broken:
@@ -102,11 +111,14 @@ class Library:
             return
         self.clock += 1  # launched one by one, the host decides
         if scales is not None:
-            assert (scales[0] == 1).all() and (scales[1] == 1).all()
             a, weight = (codes.view(np.ndarray).view(ml_dtypes.float8_e4m3fn) for codes in (a, weight))
         target, parts = out[:rows, : len(weight)], 2 if splits else 1
         before = np.array(target) if add else np.zeros_like(target)
-        target[:] = summed(a[:rows], weight, parts, before) if sums_on else before + summed(a[:rows], weight, parts)
+        if sums_on:
+            target[:] = summed(a[:rows], weight, parts, before)
+        else:
+            sums = summed(a[:rows], weight, parts)
+            target[:] = before + (sums if scales is None else scaled(sums, *scales, once=once))
         out[rows:padded] = np.nan
 
     # what is used of a stream and of a graph
@@ -238,10 +250,19 @@ def test_few_rows_have_the_bits_of_the_most():
     assert picked == {1: 1, 2: 1, 4: 1, 8: 1, 16: 0, 32: 0}
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_products_of_codes_are_chosen_by_their_bits_too():
     library = tuned(Library([5.0, 1.0, 3.0, 2.0], other_bits=(1,), broken=(3,)), None, codes=True)
     layers = {rows: index for (shape, rows, _), index in library.chosen.items() if shape != SHAPES["head"]}
     assert layers == {16: 2, 32: 2}
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize(("sums", "chosen"), [("in order", True), ("once", False)])
+def test_our_own_kernel_has_to_multiply_by_the_scales_in_the_same_order(sums: str, chosen: bool):
+    library = tuned(Library([1.0], own=0.5, own_sums=sums), None, codes=True)
+    of_layers = {of_own for (shape, *_), of_own in library.own_chosen.items() if shape != SHAPES["head"]}
+    assert of_layers == {chosen}
 
 
 @pytest.mark.parametrize(("module", "rows"), [(skinny, {1, 2, 4, 8, 16}), (medium, {32})])

@@ -181,9 +181,7 @@ class Blas:
     def offers_own(self, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> bool:
         """Whether a product may run by our own kernel: there is one, and an algorithm whose bits it has to have."""
         kernels = self._kernels
-        has_kernel = (
-            kernels is not None and not _is_code(weight) and _own(rows).fits(kernels, out, weight, rows, add=add)
-        )
+        has_kernel = kernels is not None and own_kernels(weight, rows).fits(kernels, out, weight, rows, add=add)
         return has_kernel and self.num_algorithms(out, a, weight, rows, add=add) > 0
 
     def choose_own(self, chosen: bool, out: Any, a: Any, weight: Any, rows: int, *, add: bool = False) -> None:
@@ -194,7 +192,7 @@ class Blas:
         if chosen:
             assert self._kernels is not None
             self._own.add(key)
-            self._runs[key] = partial(_own(rows).multiply, self._kernels, self._stream, add=add)
+            self._runs[key] = partial(own_kernels(weight, rows).multiply, self._kernels, self._stream, add=add)
 
     def is_own(self, out: Any, a: Any, weight: Any, rows: int) -> bool:
         """Whether products of this shape, on as many padded rows, run by our own kernel."""
@@ -256,9 +254,9 @@ class Blas:
             raise DeviceError(f"cuBLAS {self.version} is too old: {NEEDED_BY_CODES}") from None
 
 
-def _own(rows: int) -> Any:
-    """The module of our own kernels for so many rows."""
-    return skinny if rows <= skinny.MAX_ROWS else medium
+def own_kernels(weight: Any, rows: int) -> Any:
+    """The module of our own kernels for so many rows of such a weight."""
+    return skinny if rows <= skinny.MAX_ROWS and not _is_code(weight) else medium
 
 
 def _check(out: Any, a: Any, weight: Any, rows: int) -> None:

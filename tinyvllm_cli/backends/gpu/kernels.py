@@ -54,6 +54,9 @@ KERNELS = {
     "medium_elem_1": "medium.cu",
     "medium_elem_2": "medium_wide.cu",
     "medium_add": "medium_add.cu",
+    "medium_codes_1": "medium_codes.cu",
+    "medium_codes_2": "medium_codes_wide.cu",
+    "medium_codes_add": "medium_codes_add.cu",
     "fill_random": "random.cu",
     "sum_words": "read.cu",
 }

@@ -1,4 +1,5 @@
-"""Products of 17 to 256 rows by our own kernels for Hopper, with the bits of cublasLt's algorithms without split K.
+"""Products of 17 to 256 rows, in FP8 of 1 to 256, by our own kernels for Hopper, with the bits of cublasLt's algorithms
+without split K.
 
 How a product is cut into tiles decides nothing about its bits.
 """
@@ -8,8 +9,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from tinyvllm_cli.backends.gpu.kernels import Kernels, sources_digest
-from tinyvllm_cli.backends.gpu.tensor_maps import SLAB, tensor_map
+from tinyvllm_cli.backends.gpu.kernels import KERNELS, Kernels, sources_digest
+from tinyvllm_cli.backends.gpu.plan import Scales
+from tinyvllm_cli.backends.gpu.tensor_maps import SLAB_BYTES, tensor_map
 
 ARCH = "sm_90a"  # whose instructions the kernels are made of
 MAX_ROWS = 256
@@ -25,6 +27,9 @@ TOKENS = {
     "medium_elem_1": (32, 48, 64, 72, 80, 88, 96, 104, 112, 128),
     "medium_elem_2": (32, 48, 64, 72, 80, 88, 96, 112, 128, 144, 192, 256),
     "medium_add": (32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 128),
+    "medium_codes_1": (16, 32, 48, 64, 80, 96, 112, 128),
+    "medium_codes_2": (16, 32, 48, 64, 72, 80, 96, 112, 128, 144),
+    "medium_codes_add": (16, 32, 48, 64, 72, 80, 96, 112, 128),
 }
 
 
@@ -44,20 +49,21 @@ class Plan(NamedTuple):
 
 
 def stage_bytes(groups: int, tokens: int) -> int:
-    return SLABS[groups] * (groups * GROUP_ROWS + tokens) * SLAB * 2
+    return SLABS[groups] * (groups * GROUP_ROWS + tokens) * SLAB_BYTES
 
 
 @cache  # asked for in every layer
-def plan(name: str, groups: int, n: int, k: int, rows: int) -> Plan:
-    """Of a kernel's product: as many parts of the tokens as there are multiprocessors for, in blocks that get the
-    weight by one copy for two of them."""
+def plan(name: str, groups: int, n: int, row_bytes: int, rows: int) -> Plan:
+    """Of a kernel's product, whose operands have rows of row_bytes: as many parts of the tokens as there are
+    multiprocessors for, in blocks that get the weight by one copy for two of them."""
     row_tiles = -(-n // (groups * GROUP_ROWS))
     parts = next(parts for parts in (4, 2, 1) if parts == 1 or (row_tiles * parts <= BLOCKS and rows > 16 * parts))
-    tokens = next((tokens for tokens in TOKENS[name] if tokens * parts >= rows), TOKENS[name][-1])
+    parts = max(parts, -(-rows // TOKENS[name][-1]))
+    tokens = next(tokens for tokens in TOKENS[name] if tokens * parts >= rows)
     sharers = min(-(-rows // tokens), 2)
     parts = sharers * -(-rows // (tokens * sharers))
-    needed, room = -(-k // (SLAB * SLABS[groups])), RING_BYTES // (stage_bytes(groups, tokens) + BARRIER_BYTES)
-    stages = max(min(room, needed), MIN_STAGES)
+    room = RING_BYTES // (stage_bytes(groups, tokens) + BARRIER_BYTES)
+    stages = max(min(room, -(-row_bytes // (SLAB_BYTES * SLABS[groups]))), MIN_STAGES)
     return Plan(groups, tokens, stages, (row_tiles, parts), (1, sharers))
 
 
@@ -70,28 +76,46 @@ def _groups(n: int, rows: int) -> int:
 
 def digest() -> str:
     """As of skinny.digest."""
-    files = ("medium.cu", "medium_wide.cu", "medium_add.cu", "medium_results.cuh", "medium.cuh", "wgmma.cuh")
-    return sources_digest(*files, "mma.cuh", "common.cuh")
+    files = sorted({file for name, file in KERNELS.items() if name.startswith("medium_")})
+    headers = ("medium_codes.cuh", "medium_results.cuh", "medium.cuh", "wgmma.cuh", "mma.cuh", "common.cuh")
+    return sources_digest(*files, *headers)
 
 
 def fits(kernels: Kernels, out: Any, weight: Any, rows: int, *, add: bool) -> bool:
     """Whether there is a kernel for such a product."""
-    kind = "float32" if add else weight.dtype.name
+    kinds = ("float32",) if add else ("bfloat16", "float16") if weight.itemsize == 1 else (weight.dtype.name,)
     return (
         kernels.arch == ARCH
         and rows <= MAX_ROWS
-        and out.dtype.name == kind
+        and out.dtype.name in kinds
         and weight.shape[0] % 8 == out.shape[1] % 8 == 0
     )
 
 
-def multiply(kernels: Kernels, stream: Any, out: Any, a: Any, weight: Any, rows: int, *, add: bool) -> None:
+def multiply(
+    kernels: Kernels,
+    stream: Any,
+    out: Any,
+    a: Any,
+    weight: Any,
+    rows: int,
+    scales: Scales | None = None,
+    *,
+    add: bool,
+) -> None:
     """out[:rows, :N] = a[:rows] @ weight.T, or += with `add`, of arrays as Blas.product takes them and `fits` wants
     them; nothing else of `out` is touched."""
-    n, k = weight.shape
+    (n, k), itemsize = weight.shape, weight.itemsize
     groups = 1 if add else _groups(n, rows)
-    name = "medium_add" if add else f"medium_elem_{groups}"
-    cut = plan(name, groups, n, k, rows)
-    maps = (tensor_map(weight.data.ptr, n, k, groups * GROUP_ROWS), tensor_map(a.data.ptr, *a.shape, cut.tokens))
-    args, threads = (*maps, out, rows, n, k, out.shape[1], cut.tokens, cut.stages), GROUP_THREADS * groups + LOADERS
+    if scales is None:
+        name = "medium_add" if add else f"medium_elem_{groups}"
+    else:
+        name = f"medium_codes_{'add' if add else groups}"
+    cut = plan(name, groups, n, itemsize * k, rows)
+    maps = (
+        tensor_map(weight.data.ptr, n, k, groups * GROUP_ROWS, itemsize),
+        tensor_map(a.data.ptr, *a.shape, cut.tokens, itemsize),
+    )
+    args = (*maps, out, rows, n, k, out.shape[1], cut.tokens, cut.stages, *(scales or ()))
+    threads = GROUP_THREADS * groups + LOADERS
     kernels.launch(name, cut.grid, threads, args, stream=stream, shared=cut.shared_bytes, cluster=cut.cluster)

@@ -174,7 +174,8 @@ def _norms_on_the_way(device: Device, weight: Weight, out: Array, num_rows: int)
     """Whether one kernel norms and multiplies so few rows: where our own is taken for the product of the normed ones.
     To ask takes the host a while, which steps of more rows do not have."""
     normed, data = device.buffers.normed, weight.data
-    return data.shape[1] <= skinny.MAX_NORMED_COLUMNS and device.blas.is_own(out, normed, data, num_rows)
+    may = weight.scale is None and data.shape[1] <= skinny.MAX_NORMED_COLUMNS
+    return may and device.blas.is_own(out, normed, data, num_rows)
 
 
 def _rms_norm(

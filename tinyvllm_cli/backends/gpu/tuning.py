@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from tinyvllm_cli.backends.gpu import algorithms, cublas, medium, skinny
-from tinyvllm_cli.backends.gpu.cublas import Blas, padded_rows
+from tinyvllm_cli.backends.gpu.cublas import Blas, own_kernels, padded_rows
 from tinyvllm_cli.backends.gpu.device import Device
 from tinyvllm_cli.backends.gpu.plan import Scales
 from tinyvllm_cli.errors import DeviceError
@@ -36,6 +36,9 @@ MAX_WEIGHTS = 16
 BLOCK_NUMBERS = 1 << 20  # random weights; larger matrices repeat them
 NOISE = 2.0**-9  # what is left of a sum, as a share of its terms
 CODES_DEVIATION = 32  # of e4m3, which goes to 448
+# Of scales, in turns: sums of hundreds times the largest overflow, and come not back by the smallest, so that it shows
+# in what order they are multiplied.
+SCALE_EXPONENTS = (-116, 0, 120)
 CHECKED_ROWS, CHECKED_COLUMNS = 16, 4096
 BEFORE = 0x3F  # every byte of a result before a product: 0.75 as float32, so that it shows where a sum starts from it
 
@@ -129,7 +132,8 @@ def _choices(blas: Blas, product: Product, max_rows: int) -> Iterator[tuple[int,
     for rows in sorted({padded_rows(rows) for rows in row_counts}):
         arguments = product.arguments(rows)
         if rows <= len(product.a) and blas.offers_own(**arguments):
-            own = f"skinny {skinny.digest()}" if rows <= skinny.MAX_ROWS else f"medium {medium.digest()}"
+            kernels = own_kernels(arguments["weight"], rows)
+            own = f"{kernels.__name__.rpartition('.')[2]} {kernels.digest()}"
             yield (
                 rows,
                 f"cublasLt and {own}",
@@ -182,8 +186,8 @@ def _fill(device: Device, product: Product) -> None:
     for target, values in ((a.data.ptr, rows), (source, block)):
         cuda.memcpy(target, values.ctypes.data, values.nbytes, cuda.memcpyHostToDevice)
     for scale in {id(scale): scale for pair in product.scales for scale in pair}.values():
-        ones = np.ones(len(scale), np.float32)
-        cuda.memcpy(scale.data.ptr, ones.ctypes.data, ones.nbytes, cuda.memcpyHostToDevice)
+        factors = np.ldexp(1 + random.random(len(scale), np.float32), np.resize(SCALE_EXPONENTS, len(scale)))
+        cuda.memcpy(scale.data.ptr, factors.ctypes.data, factors.nbytes, cuda.memcpyHostToDevice)
     for weight in product.weights:
         for start in range(0, weight.nbytes, block.nbytes):
             target, nbytes = weight.data.ptr + start, min(block.nbytes, weight.nbytes - start)
