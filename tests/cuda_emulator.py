@@ -2,8 +2,8 @@
 
 What that shows: wrong indices, layouts, formulas, borders, orders of sums, what a kernel reads though nobody wrote it,
 or though its asynchronous copy was not waited for: it is done no earlier. What it cannot show: the threads of a block
-take turns, blocks run one after another and the device functions in PTX are replaced; so no races, no wait for a kernel
-before that comes too late, nothing of a compiler or a card.
+take turns, blocks but those of a cluster run one after another and the device functions in PTX are replaced; so no
+races, no wait for a kernel before that comes too late, nothing of a compiler or a card.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tinyvllm_cli.backends.gpu.launch import DEFINITION
 from tinyvllm_cli.config import DtypeName, KVDtypeName
 
 CUDA = Path(__file__).parent.parent / "cuda"
-SHIM = Path(__file__).parent / "emulator" / "cuda.hpp"
+SHIMS = Path(__file__).parent / "emulator"
 FUNCTION = re.compile(r"^(?:template <[^>]*>\n)?__device__[^;{]*\{", re.MULTILINE)
 SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "u32": ctypes.c_uint, "u64": ctypes.c_uint64}
 # Rounded as written: CUDA contracts a * b + c where it likes, and the kernels say where it must not matter. Fibers jump
@@ -49,24 +49,33 @@ class Emulator:
 
     def __init__(self, file: str | Path, dtype: DtypeName, head_dim: int, kv_dtype: KVDtypeName = "auto") -> None:
         """file: a name in cuda/, or a path of another file that may include its headers."""
-        source = _source(str(file), set())
+        included: set[str] = set()
+        source = _source(str(file), included)
         self._types = {
             name: [_type(p) for p in parameters.split(",")] for name, parameters in DEFINITION.findall(source)
         }
         assert self._types, f"{file} has no kernels"
         entries = "\n".join(_entry(name, types) for name, types in self._types.items())
-        code = f'#include "{SHIM}"\n{source}\n{entries}\n'
+        shim = SHIMS / ("hopper.hpp" if "wgmma.cuh" in included else "cuda.hpp")
+        code = f'#include "{shim}"\n{source}\n{entries}\n'
         macros = [ELEM_OPTIONS[dtype], f"-DHEAD_DIM={head_dim}", *KV_OPTIONS[kv_dtype]]
         self._library = ctypes.CDLL(str(_compile(code, macros)))
 
     def prepare(
-        self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int = 0
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        block: int,
+        args: tuple[Any, ...],
+        shared: int = 0,
+        cluster: tuple[int, int] = (1, 1),
     ) -> Callable[[], None]:
         """A launch that is to come. Numbers and addresses are taken now, what lies there is read and written then."""
         types, function = self._types[name], self._library[f"emulate_{name}"]
         assert len(args) == len(types), f"{name} takes {len(types)} arguments, not {len(args)}"
         values = [_argument(value, kind) for value, kind in zip(args, types, strict=True)]
-        sizes = (ctypes.c_int * 3)(*grid, *[1] * (3 - len(grid)))
+        sizes = (ctypes.c_int * 5)(*grid, *[1] * (3 - len(grid)), *cluster)
+        assert all(blocks % size == 0 for blocks, size in zip(grid, cluster, strict=False)), (grid, cluster)
 
         def run() -> None:
             if 0 not in grid:
@@ -95,15 +104,29 @@ class EmulatedKernels:
         self.counts: Counter[str] = Counter()
 
     def prepare(
-        self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        block: int,
+        args: tuple[Any, ...],
+        shared: int,
+        cluster: tuple[int, int] = (1, 1),
     ) -> Callable[[], None]:
         self.counts[name] += 0 not in grid
-        return self._of_file(KERNELS[name]).prepare(name, grid, block, args, shared)
+        return self._of_file(KERNELS[name]).prepare(name, grid, block, args, shared, cluster)
 
     def launch(
-        self, name: str, grid: tuple[int, ...], block: int, args: tuple[Any, ...], *, stream: Any, shared: int = 0
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        block: int,
+        args: tuple[Any, ...],
+        *,
+        stream: Any,
+        shared: int = 0,
+        cluster: tuple[int, int] = (1, 1),
     ) -> None:
-        self.prepare(name, grid, block, args, shared)()
+        self.prepare(name, grid, block, args, shared, cluster)()
 
 
 # ---------------------------------------------------------------- a .cu file as C++
@@ -120,6 +143,7 @@ def _source(file: str, included: set[str]) -> str:
         included.add(match[1])
         return _source(match[1], included)
 
+    text = re.sub(r"^DEFINE_MULTIPLY_ADD\(.*\n", "", text, flags=re.MULTILINE)  # of PTX too
     return re.sub(r'#include "(\w+\.cuh)"', include, _without_ptx(text))
 
 
@@ -138,7 +162,7 @@ def _without_ptx(text: str) -> str:
 
 def _type(parameter: str) -> str:
     words = parameter.replace("__restrict__", " ").replace("*", " * ").split()
-    return "pointer" if "*" in words else next(word for word in words if word != "const")
+    return "pointer" if "*" in words else next(word for word in words if word not in ("const", "__grid_constant__"))
 
 
 def _entry(name: str, types: list[str]) -> str:
@@ -153,6 +177,8 @@ def _entry(name: str, types: list[str]) -> str:
 def _argument(value: Any, kind: str) -> Any:
     if kind == "pointer":
         return ctypes.c_void_p(0 if value is None else value.ctypes.data)
+    if kind == "TensorMap":
+        return (ctypes.c_ubyte * len(value))(*value)
     number = SCALARS[kind](value.item() if isinstance(value, np.generic) else value)
     assert kind == "float" or number.value == value, f"{value} for {kind}"
     return number
@@ -162,7 +188,9 @@ def _compile(code: str, macros: list[str]) -> Path:
     """The shared library of this code, compiled once for all runs of the tests of a user."""
     command = compiler()
     assert command is not None, "no C++ compiler"
-    digest = hashlib.sha256("\0".join([code, SHIM.read_text(), command, *OPTIONS, *macros]).encode()).hexdigest()
+    digest = hashlib.sha256(
+        "\0".join([code, *(path.read_text() for path in sorted(SHIMS.iterdir())), command, *OPTIONS, *macros]).encode()
+    ).hexdigest()
     folder = Path(tempfile.gettempdir()) / f"tinyvllm-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{digest[:24]}.so"

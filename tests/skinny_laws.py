@@ -34,16 +34,29 @@ def before_of(mode: str, rows: int, n: int) -> Array:
     return np.random.default_rng(n).standard_normal((rows, n), np.float32)
 
 
-def multiplied(device: OpDevice, a: Array, weight: Array, mode: str, *, ld: int, kernels: Any = skinny) -> Array:
+def multiplied(
+    device: OpDevice,
+    a: Array,
+    weight: Array,
+    mode: str,
+    *,
+    ld: int,
+    kernels: Any = skinny,
+    scales: tuple[Array, Array] | None = None,
+) -> Array:
     """The product by the kernels of a module, with NaN in all that must not count; nothing but its rows and columns may
-    have changed."""
+    have changed. scales: where a and weight are codes."""
     (rows, k), n = a.shape, len(weight)
     first = np.full((rows, ld), np.nan, np.float32)
     first[:, :n] = before_of(mode, rows, n)
     out = device.poisoned((rows + 2, ld), NUMPY_DTYPE[device.dtype if mode == "elem" else "float32"], first=first)
-    given_a, given_weight = device.poisoned((rows + 2, k), first=a), device.poisoned((n + 2, k), first=weight)
-    arrays = (out.array, given_a.array, given_weight.array[:n])
-    kernels.multiply(device.kernels, device.stream, *arrays, rows, add=mode == "add")
+    operand = None if scales is None else np.uint8
+    given_a = device.poisoned((rows + 2, k), operand, first=a)
+    given_weight = device.poisoned((n + 2, k), operand, first=weight)
+    arrays = (out.array, given_a.array, given_weight.array[:n], rows)
+    if scales is not None:
+        arrays += (tuple(device.poisoned((len(scale) + 2,), np.float32, first=scale).array for scale in scales),)
+    kernels.multiply(device.kernels, device.stream, *arrays, add=mode == "add")
     found = out.read()
     others = np.isnan(found)
     others[:rows, :n] = True
@@ -68,7 +81,7 @@ def is_right(
     )
 
 
-def is_one_chain(device: OpDevice, rows: int, n: int, k: int, mode: str, *, ld: int) -> None:
+def is_one_chain(device: OpDevice, rows: int, n: int, k: int, mode: str, *, ld: int, kernels: Any = skinny) -> None:
     """Bit for bit one float32 sum over K in order, from zero, each product added with one rounding: as the processor's
     mma is, where a card's is its own. What is added to comes last."""
     a, weight = operands(device, rows, n, k, cancels=True)
@@ -77,7 +90,7 @@ def is_one_chain(device: OpDevice, rows: int, n: int, k: int, mode: str, *, ld: 
         product = a[:, column, None].astype(np.float64) * weight[:, column]
         sums = (sums + product).astype(np.float32)
     expected = sums + before_of(mode, rows, n) if mode == "add" else sums
-    found = multiplied(device, a, weight, mode, ld=ld)
+    found = multiplied(device, a, weight, mode, ld=ld, kernels=kernels)
     assert_same_bits(
         f"{mode}, {rows} rows of {n}x{k}", found, rounded(expected, device.dtype) if mode == "elem" else expected
     )

@@ -1,4 +1,4 @@
-// Enough of CUDA for a processor to run the kernels of cuda/: threads are fibers of one block at a time.
+// Enough of CUDA for a processor to run the kernels of cuda/: threads are fibers of one block, or cluster, at a time.
 //
 // A fiber runs until it waits for others: at __syncthreads, or at an operation of its warp (shuffle, vote, ldmatrix,
 // mma); a warp runs until all of it waits for other warps. Asynchronous copies are done as late as may be: where their
@@ -56,6 +56,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
 }
 
 static Index threadIdx, blockIdx, blockDim, gridDim;
+static Index cluster;  // its size in blocks
 
 struct AnyPointer {  // an argument of a launch, of whatever type the kernel wants
     void* p;
@@ -77,6 +78,23 @@ struct Copy {  // 16 bytes that are on their way into shared memory, with a thre
     const void* source;
     bool valid;
 };
+struct Product {  // of tiles in shared memory, that is not multiplied yet, with a thread's so many-th group
+    unsigned group;
+    float* sums;
+    u64 a, b;
+    void (*run)(const Product&);
+};
+struct Barrier {  // that counts arrivals and bytes
+    u32 address;
+    Group group;
+    long bytes = 0;
+};
+struct TileCopy {  // that is on its way to a block of the cluster
+    u32 target;
+    const void* map;
+    int column, row;
+    u32 barrier, rank;
+};
 struct Fiber {  // a thread of one block after another; starts with its context, goes on with its jump, which is quicker
     ucontext_t context;
     jmp_buf at;
@@ -87,6 +105,8 @@ struct Fiber {  // a thread of one block after another; starts with its context,
     unsigned exchanges = 0;    // operations of its warp that it took part in
     unsigned groups = 0;       // of copies that it committed
     std::vector<Copy> copies;  // that are not done
+    unsigned product_groups = 0;
+    std::vector<Product> products;
     explicit Fiber(void (*body)()) : stack(256 << 10) {
         getcontext(&context);
         context.uc_stack.ss_sp = stack.data();
@@ -95,19 +115,31 @@ struct Fiber {  // a thread of one block after another; starts with its context,
         makecontext(&context, body, 0);
     }
 };
-static Fiber* fibers[1024];
+struct Block {
+    Fiber* fibers[1024] = {};
+    Index place;
+    Group all, named, warps[32];
+    bool ended;
+    unsigned char* shared = nullptr;
+    std::vector<Barrier> barriers;
+    // Of a warp's lanes, for every other operation: once all have come to one, all have read what the last but one
+    // brought.
+    u64 exchange[2][32][32];
+    float factors[2][32][32][12];
+};
+static Block* blocks[16];  // of the cluster
+static Block* block;       // whose thread runs
+static Group cluster_group;
+static std::vector<TileCopy> tile_copies;
+static bool (*when_all_wait)();  // whether one of them can go on then; null where nothing could help
 static jmp_buf scheduler;
-static Group block_group, warp_groups[32];
-// Of a warp's lanes, for every other operation: once all have come to one, all have read what the last but one brought.
-static u64 exchange[2][32][32];
-static float factors[2][32][32][12];
 static void (*kernel)(void** args);
 static void** kernel_args;
 static unsigned char* dynamic_shared;
 static size_t dynamic_bytes;
 
 static Fiber& this_fiber() {
-    return *fibers[threadIdx.x];
+    return *block->fibers[threadIdx.x];
 }
 
 static void yield() {
@@ -150,8 +182,8 @@ static void fiber_main() {
                     blockIdx.x, blockIdx.y, blockIdx.z);
             abort();
         }
-        leave(block_group);
-        leave(warp_groups[threadIdx.x / 32]);
+        leave(block->all);
+        leave(block->warps[threadIdx.x / 32]);
         this_fiber().done = true;
         yield();
     }
@@ -163,37 +195,78 @@ static bool run_warp(unsigned first, unsigned end) {
     for (bool again = true; again; ran |= again) {
         again = false;
         for (unsigned i = first; i < end; i++) {
-            if (!can_run(*fibers[i])) continue;
+            if (!can_run(*block->fibers[i])) continue;
             again = true;
             threadIdx = {i, 0, 0};
-            resume(*fibers[i]);
+            resume(*block->fibers[i]);
         }
     }
     return ran;
 }
 
-static void run_block(unsigned threads) {
-    block_group = {(int)threads};
-    for (auto& group : warp_groups) group = {};
+static void select(Block& next) {
+    block = &next;
+    blockIdx = next.place;
+    dynamic_shared = next.shared;
+}
+
+static void begin_block(Block& block, unsigned threads, Index place) {
+    block.place = place;
+    block.all = {(int)threads};
+    block.named = {};
+    for (auto& group : block.warps) group = {};
+    block.ended = false;
+    block.barriers.clear();
+    block.barriers.reserve(256);
+    memset(block.shared, 0xff, dynamic_bytes);  // NaN
     for (unsigned i = 0; i < threads; i++) {
-        warp_groups[i / 32].size++;
-        if (!fibers[i]) fibers[i] = new Fiber(fiber_main);
-        Fiber& fiber = *fibers[i];
+        block.warps[i / 32].size++;
+        if (!block.fibers[i]) block.fibers[i] = new Fiber(fiber_main);
+        Fiber& fiber = *block.fibers[i];
         fiber.done = fiber.waited = false;
         fiber.waits_for = nullptr;
-        fiber.exchanges = fiber.groups = 0;
+        fiber.exchanges = fiber.groups = fiber.product_groups = 0;
         fiber.copies.clear();
+        fiber.products.clear();
     }
-    for (bool ran = true; ran;) {
+}
+
+// Warps of a block in turns, until none can go on: whether one could.
+static bool run_block(unsigned threads) {
+    bool any = false;
+    for (bool ran = true; ran; any |= ran) {
         ran = false;
         for (unsigned i = 0; i < threads; i += 32) ran |= run_warp(i, i + 32 < threads ? i + 32 : threads);
     }
+    return any;
+}
+
+static void require_all_done(Block& block, unsigned threads) {
     unsigned left = 0;
-    for (unsigned i = 0; i < threads; i++) left += !fibers[i]->done;
+    for (unsigned i = 0; i < threads; i++) left += !block.fibers[i]->done;
     if (left) {
-        fprintf(stderr, "%u threads of block (%u, %u, %u) wait for ever\n", left, blockIdx.x, blockIdx.y, blockIdx.z);
+        const Index& at = block.place;
+        fprintf(stderr, "%u threads of block (%u, %u, %u) wait for ever\n", left, at.x, at.y, at.z);
         abort();
     }
+}
+
+// At (x, y, z) and behind.
+static void run_cluster(unsigned threads, Index first) {
+    const unsigned count = cluster.x * cluster.y;
+    cluster_group = {(int)(count * threads)};
+    for (unsigned i = 0; i < count; i++)
+        begin_block(*blocks[i], threads, {first.x + i % cluster.x, first.y + i / cluster.x, first.z});
+    for (bool ran = true; ran;) {
+        ran = false;
+        for (unsigned i = 0; i < count; i++) {
+            select(*blocks[i]);
+            ran |= run_block(threads);
+            block->ended = block->all.size == 0;
+        }
+        if (!ran && when_all_wait) ran = when_all_wait();
+    }
+    for (unsigned i = 0; i < count; i++) require_all_done(*blocks[i], threads);
 }
 
 static void run_grid(const int* grid, int threads, int shared, void (*body)(void**), void** args) {
@@ -202,29 +275,30 @@ static void run_grid(const int* grid, int threads, int shared, void (*body)(void
     gridDim = {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]};
     blockDim = {(unsigned)threads, 1, 1};
     dynamic_bytes = shared;
-    dynamic_shared = (unsigned char*)aligned_alloc(128, (shared + 255) / 128 * 128);
+    cluster = {(unsigned)grid[3], (unsigned)grid[4], 1};
+    const unsigned count = cluster.x * cluster.y;
+    for (unsigned i = 0; i < count; i++) {
+        if (!blocks[i]) blocks[i] = new Block;
+        blocks[i]->shared = (unsigned char*)aligned_alloc(128, (shared + 255) / 128 * 128);
+    }
     for (unsigned z = 0; z < gridDim.z; z++)
-        for (unsigned y = 0; y < gridDim.y; y++)
-            for (unsigned x = 0; x < gridDim.x; x++) {
-                memset(dynamic_shared, 0xff, shared);  // NaN
-                blockIdx = {x, y, z};
-                run_block(threads);
-            }
-    free(dynamic_shared);
+        for (unsigned y = 0; y < gridDim.y; y += cluster.y)
+            for (unsigned x = 0; x < gridDim.x; x += cluster.x) run_cluster(threads, {x, y, z});
+    for (unsigned i = 0; i < count; i++) free(blocks[i]->shared);
 }
 
 // ---------------------------------------------------------------- a block, a warp
 
 static void __syncthreads() {
-    wait(block_group);
+    wait(block->all);
 }
 static int __syncthreads_or(int value) {
     static int any;
-    wait(block_group);
+    wait(block->all);
     any = 0;
-    wait(block_group);
+    wait(block->all);
     any |= value != 0;
-    wait(block_group);
+    wait(block->all);
     return any;
 }
 static int __syncthreads_and(int value) {
@@ -232,11 +306,11 @@ static int __syncthreads_and(int value) {
 }
 static int __syncthreads_count(int value) {
     static int count;
-    wait(block_group);
+    wait(block->all);
     count = 0;
-    wait(block_group);
+    wait(block->all);
     count += value != 0;
-    wait(block_group);
+    wait(block->all);
     return count;
 }
 inline void __threadfence() {}
@@ -246,7 +320,7 @@ static unsigned lane_id() {
     return threadIdx.x % 32;
 }
 static void wait_warp() {
-    wait(warp_groups[threadIdx.x / 32]);
+    wait(block->warps[threadIdx.x / 32]);
 }
 inline void __syncwarp(unsigned = ~0u) {
     wait_warp();
@@ -261,7 +335,7 @@ static unsigned next_exchange() {
 template <typename T>
 static u64* gather(T value) {
     static_assert(sizeof(T) <= 8, "one word each");
-    auto* lanes = exchange[next_exchange()][threadIdx.x / 32];
+    auto* lanes = block->exchange[next_exchange()][threadIdx.x / 32];
     lanes[lane_id()] = 0;
     memcpy(&lanes[lane_id()], &value, sizeof(T));
     wait_warp();
@@ -591,7 +665,7 @@ inline void halves_of(u32& first, u32& second, u32 codes) {
 template <typename ValueOf>
 static void multiply_add_values(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, ValueOf value_of) {
     u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
-    auto* lanes = factors[next_exchange()][threadIdx.x / 32];
+    auto* lanes = block->factors[next_exchange()][threadIdx.x / 32];
     for (int i = 0; i < 12; i++) lanes[lane_id()][i] = value_of(own[i / 2], i % 2);
     wait_warp();
     for (int j = 0; j < 4; j++) {
