@@ -149,10 +149,34 @@ def test_a_full_disk_under_standard_output_leaves_whole_lines(tiny: Path, tmp_pa
     assert 0 < len(read_answers(out)) < len(LINES)
 
 
-def test_an_interrupt_while_the_first_modules_load_is_quiet(tmp_path: Path):
-    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
-    ended = subprocess.run(TINYVLLM, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+INTERRUPTED = """
+import os
+class Lost:  # what __del__ raises is printed, and the program would go on
+    def __del__(self):
+        os.kill(os.getpid(), 2)
+Lost()
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize(("before", "code"), [(signal.SIG_DFL, 130), (signal.SIG_IGN, 7)], ids=["heeded", "ignored"])
+def test_an_interrupt_while_the_first_modules_load_is_quiet(tmp_path: Path, before: signal.Handlers, code: int):
+    """Also where an exception would be lost. One that whoever started the process has it ignore is ignored."""
+    (tmp_path / "click.py").write_text(INTERRUPTED)
+    ended = subprocess.run(
+        TINYVLLM,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, before),
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, b"", b"")
+
+
+def test_nothing_is_imported_before_an_interrupt_is_seen_to():
+    code = "import sys; before = {*sys.modules}; import tinyvllm_cli.__main__; print(*{*sys.modules} - before)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(shown.stdout.split()) == {"tinyvllm_cli", "tinyvllm_cli.__main__"}
 
 
 def test_a_second_signal_leaves_the_line_of_the_bar():

@@ -1,8 +1,6 @@
 """tinyvllm: batch inference for Llama-family language models from the command line."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # that of typing, which takes a while to import: ^C would come before __main__ sees to it
 if TYPE_CHECKING:
     from tinyvllm_cli.api import Request, SamplingParams
     from tinyvllm_cli.errors import DeviceError, ModelError, RequestError, TinyvllmError, UsageError
@@ -36,8 +34,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Public names are imported when they are used, so that `tinyvllm --help` waits for none of them."""
+    from importlib import import_module
+
     for module, names in _PUBLIC.items():
         if name in names:
             return getattr(import_module(module), name)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
 
-try:
-    from collections.abc import Callable
-    from contextlib import suppress
-    from functools import partial
-    from importlib import import_module
-    from pathlib import Path
-    from typing import NoReturn
+import click
 
-    import click
-
-    from tinyvllm_cli import __version__
-    from tinyvllm_cli.cli.completion import VARIABLE, complete
-    from tinyvllm_cli.cli.signals import Interrupted, Interrupts
-    from tinyvllm_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_PIPE, OutputClosedError, TinyvllmError
-    from tinyvllm_cli.said import warn
-except KeyboardInterrupt:  # ^C before main() can see to it
-    sys.exit(130)
+from tinyvllm_cli import __version__
+from tinyvllm_cli.cli.completion import VARIABLE, complete
+from tinyvllm_cli.cli.signals import Interrupted, Interrupts
+from tinyvllm_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_PIPE, OutputClosedError, TinyvllmError
+from tinyvllm_cli.said import warn
 
 # Each name is also that of a module here and of the command in it, which is imported only when it is needed.
 COMMANDS = {
