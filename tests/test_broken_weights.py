@@ -1,6 +1,7 @@
 """Weight files that are missing, damaged or of another model: one clear line, and nothing else."""
 
 import json
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command import run_apart, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from test_checkpoint import assert_same_weights
-from tiny import make_tiny_model
+from tiny import CHAT_TEMPLATE, make_tiny_model
 from weight_files import flip, twin
 
 from tinyvllm_cli.errors import ModelError
@@ -29,6 +31,31 @@ def change_tensors(folder: Path, change: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "model-00002-of-00002.safetensors",
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(name: str, tmp_path: Path):
+    shards = 2 if "index" in name or "-of-" in name else 1
+    folder = make_tiny_model(tmp_path / "model", chat_template=CHAT_TEMPLATE, shards=shards)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    ended = run_apart("run", source, "-m", folder, "--dry-run")
+    assert (ended.returncode, ended.stdout, ended.stderr.count(b"\n")) == (1, b"", 1)
+    assert name.encode() in ended.stderr and b"regular file" in ended.stderr
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"

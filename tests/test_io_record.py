@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import pty
 import subprocess
 import sys
 import threading
@@ -128,15 +129,23 @@ def test_no_path_no_record():
     assert not record.due() and not said
 
 
-def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path):
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+def test_a_device_is_written_to_and_not_replaced():
+    leader, follower = pty.openpty()
+    path = Path(os.ttyname(follower))
     record, said = make_record(check_record_path(path, {}))
     record.write("running", {})
-    assert path.is_fifo() and not said
-    assert json.loads(os.read(reader, 10_000))["state"] == "running"
-    os.close(reader)
+    assert path.is_char_device() and not said
+    assert json.loads(os.read(leader, 10_000))["state"] == "running"
+    os.close(leader)
+    os.close(follower)
+
+
+def test_a_pipe_is_no_record_as_who_writes_waits_for_a_reader(tmp_path: Path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(UsageError, match="is a pipe, wanted a file"):
+        check_record_path(path, {})
+    assert path.is_fifo() and read_record(path) is None
 
 
 def test_a_record_never_takes_the_place_of_input_or_output(tmp_path: Path):

@@ -222,6 +222,11 @@ def test_a_file_that_only_has_the_name_of_what_a_killed_run_leaves_stays(out: Pa
     with opened(out) as writer, pytest.raises(UsageError, match=r"out\.jsonl\.resume\.tmp is needed"):
         begin(writer, 1)
     assert (theirs.read_bytes(), out.read_bytes()) == (b"mine", TORN)
+    theirs.unlink()
+    os.mkfifo(theirs)
+    with opened(out) as writer, pytest.raises(UsageError, match=r"out\.jsonl\.resume\.tmp is needed"):
+        begin(writer, 1)
+    theirs.unlink()
     theirs.write_bytes(b'{"custom_id":1,')
     with opened(out) as writer:
         begin(writer, 1)

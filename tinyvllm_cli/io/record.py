@@ -95,6 +95,8 @@ def _checked(path: Path, used: Mapping[str, os.stat_result]) -> Path:
         raise UsageError(f"the run record's directory {path.parent} does not exist: make it first")
     if path.is_dir():
         raise UsageError(f"the run record {path} is a directory, wanted a file")
+    if path.exists() and not path.is_file() and not path.is_char_device():  # a pipe would keep each write waiting
+        raise UsageError(f"the run record {path} is a pipe, wanted a file: it is written anew every {EVERY_S:.0f} s")
     for name, other in used.items():
         if path.is_file() and os.path.samestat(path.stat(), other):
             raise UsageError(f"the run record {path} is the {name} itself: give another name")

@@ -223,14 +223,17 @@ class ResultWriter:
 
 def _remove_rest(path: Path) -> None:
     """Take away what a run left that was killed while it rewrote an output whose lock is now ours; nothing else."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(max(map(len, STARTS)))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return
-    if start and not start.startswith(STARTS):
+    if not path.is_file() or not _is_rest(path):  # a pipe would keep us waiting
         raise UsageError(f"{path} is needed to rewrite the output and is something else: move it away")
     path.unlink()
+
+
+def _is_rest(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(max(map(len, STARTS)))
+    return not start or start.startswith(STARTS)
 
 
 def _write_file(path: Path, lines: Iterable[bytes], mode: int) -> int:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from tinyvllm_cli.errors import ModelError
+from tinyvllm_cli.model.regular import require_regular
 
 T = TypeVar("T")
 
@@ -19,6 +20,7 @@ def read_json(path: Path, type: type[T]) -> T:
 
     JSON as Python writes it: NaN and Infinity are numbers. An integral number is an integer, 64.0 too.
     """
+    require_regular(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"), parse_float=_number)
         json.dumps(value, ensure_ascii=False).encode()  # an escaped half of a surrogate pair would fail much later
@@ -35,6 +37,7 @@ def read_json(path: Path, type: type[T]) -> T:
 def read_little(path: Path, type: type[T]) -> T | None:
     """read_optional_json() of a file of many MB, of which little is wanted: the rest is skipped, right or wrong. The
     type has no Any."""
+    require_regular(path)
     try:
         return msgspec.json.decode(path.read_bytes(), type=type)
     except Exception:  # whatever it is, the other way says it

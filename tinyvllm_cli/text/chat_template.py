@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli.errors import ModelError, RequestError
+from tinyvllm_cli.model.regular import require_regular
 from tinyvllm_cli.text.tokenizer import CONFIG_FILE, read_special_tokens, read_tokenizer_config
 from tinyvllm_cli.types import Message
 
@@ -150,6 +151,7 @@ def _folder_source(folder: Path, config: Mapping[str, Any]) -> tuple[Path, Any]:
     """The file that holds the template, and the template: None where there is none."""
     file = folder / TEMPLATE_FILE
     if os.path.lexists(file):  # a link that leads nowhere is no absent file
+        require_regular(file)
         try:
             return file, file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm_cli.errors import ModelError, RequestError
 from tinyvllm_cli.model.json_file import read_optional_json
+from tinyvllm_cli.model.regular import require_regular
 from tinyvllm_cli.text.detokenizer import TokenBytes
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ def _read_core(folder: Path) -> CoreTokenizer:
                 " transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         raise ModelError(f"{folder}: no tokenizer.json{hint}")
+    require_regular(path)
     try:
         core = Core.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare Exception for whatever is wrong

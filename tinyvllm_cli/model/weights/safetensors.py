@@ -126,7 +126,7 @@ def _read_index(path: Path) -> dict[str, str]:
     for file in sorted(set(weight_map.values())):
         if PurePath(file).name != file:
             raise ModelError(f"{path}: {file!r} is not a file of this folder")
-        if not (path.parent / file).is_file():
+        if not (path.parent / file).exists():
             raise ModelError(f"{path.parent}: {file!r} is missing, which {INDEX} names; fetch the model again")
     return weight_map
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tinyvllm_cli.config import DtypeName
 from tinyvllm_cli.errors import ModelError
+from tinyvllm_cli.model.regular import require_regular
 
 Array: TypeAlias = npt.NDArray[Any]
 U8: TypeAlias = npt.NDArray[np.uint8]
@@ -51,6 +52,7 @@ class TensorSource(Protocol):
 
 def map_file(path: Path) -> mmap.mmap:
     """Map a file read-only. ModelError where it cannot be read, is empty or is a Git LFS pointer."""
+    require_regular(path)
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
