@@ -8,9 +8,10 @@ import time
 
 import pytest
 
+from tinyvllm_cli import stdout
 from tinyvllm_cli.chat import streams
-from tinyvllm_cli.chat.streams import write_stdout
 from tinyvllm_cli.errors import OutputClosedError, TinyvllmError
+from tinyvllm_cli.stdout import write_stdout
 
 
 def test_a_reader_that_is_gone_and_a_full_disk_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +19,7 @@ def test_a_reader_that_is_gone_and_a_full_disk_are_errors(monkeypatch: pytest.Mo
     os.close(reader)
     full = os.open("/dev/full", os.O_WRONLY)
     for fd, error in ((writer, OutputClosedError), (full, TinyvllmError)):
-        monkeypatch.setattr(streams, "STDOUT", fd)
+        monkeypatch.setattr(stdout, "STDOUT", fd)
         with pytest.raises(error, match="standard output"):
             write_stdout(b"text")
         os.close(fd)
@@ -28,13 +29,13 @@ def test_a_reader_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch
     reader, writer = os.pipe()
     monkeypatch.setattr(streams, "STDOUT", writer)
     monkeypatch.setattr(streams, "SETTLE_S", 5.0)
-    write_stdout(b"text")
+    os.write(writer, b"text")
     threading.Timer(0.05, lambda: os.read(reader, 4)).start()
     start = time.monotonic()
     streams.settle()
     assert not streams.waiting_bytes(reader) and time.monotonic() - start < 4
     monkeypatch.setattr(streams, "SETTLE_S", 0.05)
-    write_stdout(b"more")
+    os.write(writer, b"more")
     streams.settle()
     assert streams.waiting_bytes(reader) == 4
     os.close(reader)
@@ -44,7 +45,7 @@ def test_a_reader_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch
 def test_what_has_no_room_in_a_pipe_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    monkeypatch.setattr(streams, "STDOUT", writer)
+    monkeypatch.setattr(stdout, "STDOUT", writer)
     data, got = os.urandom(1 << 20), bytearray()
 
     def read() -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
-from tinyvllm_cli.chat.streams import STDOUT, write_stdout
 from tinyvllm_cli.chat.visible import VisibleText
 from tinyvllm_cli.said import NO_CURSOR
+from tinyvllm_cli.stdout import STDOUT, write_stdout
 
 if TYPE_CHECKING:
     from rich.console import Console

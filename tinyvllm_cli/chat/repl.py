@@ -15,10 +15,10 @@ from tinyvllm_cli.chat.keys import Keys
 from tinyvllm_cli.chat.notes import complain, note
 from tinyvllm_cli.chat.session import Session
 from tinyvllm_cli.chat.state import keep
-from tinyvllm_cli.chat.streams import OutputError
 from tinyvllm_cli.chat.talk import Talk
 from tinyvllm_cli.errors import EXIT_OK, OutputClosedError, RequestError, UsageError
 from tinyvllm_cli.io.source import STDIN
+from tinyvllm_cli.stdout import OutputError
 
 if TYPE_CHECKING:
     from tinyvllm_cli.cli.signals import Interrupts

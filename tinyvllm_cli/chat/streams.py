@@ -1,38 +1,17 @@
-"""The standard streams of a chat: what is written to one, and what waits in the other."""
+"""The standard streams of a chat: what waits in one for its reader."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import select
 import stat
 import sys
 import termios
 import time
 
-from tinyvllm_cli.errors import OutputClosedError, TinyvllmError
+from tinyvllm_cli.stdout import STDOUT
 
-STDOUT = 1
 SETTLE_S = 0.1
-
-
-class OutputError(TinyvllmError):
-    """Standard output takes no more: the disk is full, or its device fails."""
-
-
-def write_stdout(data: bytes) -> None:
-    """All of it, at once. OutputClosedError where the reader is gone, OutputError where it cannot be written."""
-    left = memoryview(data)
-    try:
-        while left:
-            try:
-                left = left[os.write(STDOUT, left) :]
-            except BlockingIOError:  # a terminal or pipe that another program has set to non-blocking
-                select.select([], [STDOUT], [])
-    except BrokenPipeError:
-        raise OutputClosedError("the reader of standard output is gone") from None
-    except OSError as error:
-        raise OutputError(f"cannot write to standard output: {error.strerror}") from error
 
 
 def settle() -> None:

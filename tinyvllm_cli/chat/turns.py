@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from tinyvllm_cli.chat.display import AnswerDisplay, make_answer_display
 from tinyvllm_cli.chat.notes import complain
 from tinyvllm_cli.chat.session import Session
-from tinyvllm_cli.chat.streams import write_stdout
 from tinyvllm_cli.chat.talk import Talk
 from tinyvllm_cli.errors import EXIT_OK, EXIT_SOME_FAILED, RequestError, UsageError
 from tinyvllm_cli.io.prompts import Line, decode_line
+from tinyvllm_cli.stdout import write_stdout
 
 if TYPE_CHECKING:
     from tinyvllm_cli.load import LoadedModel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from tinyvllm_cli.cli.completion import VARIABLE, complete
 from tinyvllm_cli.cli.signals import Interrupted, Interrupts
 from tinyvllm_cli.errors import EXIT_FAILED, EXIT_OK, EXIT_PIPE, OutputClosedError, TinyvllmError
 from tinyvllm_cli.said import warn
+from tinyvllm_cli.stdout import name_stdout
 
 # Each name is also that of a module here and of the command in it, which is imported only when it is needed.
 COMMANDS = {
@@ -168,8 +168,6 @@ def _open_standard_streams() -> None:
         except OSError:
             # It gets the lowest number that is free. To read from 0 or to write to the others fails: nothing is lost.
             os.open(os.devnull, os.O_RDONLY if fd else os.O_WRONLY)
-    if sys.stdout is None:
-        # Else what is printed would vanish in silence. No buffer that would fail once more when the process ends.
-        sys.stdout = io.TextIOWrapper(open(1, "wb", buffering=0, closefd=False), write_through=True)  # noqa: SIM115
+    name_stdout()
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  nobody listens, and no code need ask
