@@ -1,6 +1,8 @@
 """config.json and its neighbours: old and new keys mean the same, and what is not supported is named."""
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +124,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (LLAMA, {"rope_parameters": {"rope_type": "linear"}}, "no factor"),
     (LLAMA, {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "no low_freq_factor"),
     (LLAMA, {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "not above"),
-    (LLAMA, {"rope_parameters": {"rope_theta": 0}}, "RoPE theta is 0"),
+    (LLAMA, {"rope_parameters": {"rope_theta": 0}}, ": rope_theta is 0"),
     (MISTRAL, {"sliding_window": 1024}, "sliding_window is 1024, wanted null"),
     (MISTRAL, {"sliding_window": REMOVED, "max_position_embeddings": 32768}, "sliding_window is 4096"),
     (QWEN2, {"use_sliding_window": True}, "use_sliding_window true"),
@@ -132,21 +134,30 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (LLAMA, {"rms_norm_eps": None}, "rms_norm_eps"),
     (LLAMA, {"architectures": "GemmaForCausalLM"}, "architecture 'GemmaForCausalLM', wanted LlamaForCausalLM or"),
     (LLAMA, {"rms_norm_eps": NAN}, "rms_norm_eps is nan"),
-    (LLAMA, {"rope_parameters": {"rope_theta": INFINITY}}, "RoPE theta is inf"),
+    (LLAMA, {"rope_parameters": {"rope_theta": INFINITY}}, ": rope_theta is inf"),
     (LLAMA, {"partial_rotary_factor": NAN}, "partial_rotary_factor is nan"),
     (LLAMA, {"rope_parameters": {"rope_theta": "x"}}, r"Expected `float | null`, got `str` - at `\$.rope_theta`"),
-    (LLAMA, {"original_max_position_embeddings": 10**400, **LLAMA3_ROPE}, "original_max_position is 1000"),
+    (LLAMA, {"original_max_position_embeddings": 10**400, **LLAMA3_ROPE}, ": original_max_position_embeddings is 1000"),
     (LLAMA, {"rope_scaling": {"alpha": 1000}}, "RoPE type not named beside 'alpha'"),
     (LLAMA, {"rope_scaling": {"mrope_section": [1, 2]}}, "RoPE type not named beside 'mrope_section'"),
     (LLAMA, {"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "their own for 'full_attention'"),
     (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling and rope_parameters do not say"),
     (LLAMA, {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, "rope_scaling and rope_parameters do not"),
     (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "RoPE type 'yarn'"),
-    (LLAMA, {"num_attention_heads": 0}, "num_heads is 0"),
-    (LLAMA, {"num_key_value_heads": 3}, "4 attention heads over 3 key-value heads"),
+    (LLAMA, {"num_attention_heads": 0}, ": num_attention_heads is 0, wanted 1 to 2147483647"),
+    (
+        LLAMA,
+        {"num_key_value_heads": 3},
+        ": num_attention_heads is 4, wanted a multiple of num_key_value_heads, which is 3",
+    ),
     (LLAMA, {"head_dim": 15}, "head_dim is 15, wanted an even number"),
     (LLAMA, {"intermediate_size": 100}, "intermediate_size is 100, wanted a multiple of 8"),
-    (LLAMA, {"num_hidden_layers": 10**9}, "num_layers is 1000000000"),
+    (LLAMA, {"num_hidden_layers": 10**9}, ": num_hidden_layers is 1000000000, wanted 1 to 1000"),
+    (LLAMA, {"num_key_value_heads": 0}, ": num_key_value_heads is 0"),
+    (LLAMA, {"max_position_embeddings": -1}, ": max_position_embeddings is -1"),
+    (LLAMA, {"hidden_size": 0}, ": hidden_size is 0"),
+    (LLAMA, {"head_dim": REMOVED, "hidden_size": 3}, ": hidden_size // num_attention_heads is 0"),
+    (LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": -1}}, ": RoPE factor is -1"),
     (LLAMA, {"vocab_size": -1}, "vocab_size is -1"),
 ]
 
@@ -165,6 +176,7 @@ def test_another_architecture_is_named_before_the_keys_that_it_lacks(tmp_path: P
         open_checkpoint(tmp_path)
 
 
+OUR_NAMES = {field.name for field in fields(ModelConfig) if "_" in field.name} - set(HFConfig.__struct_fields__)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "factor", "x"]), inner),
@@ -179,6 +191,7 @@ def test_any_value_of_any_key_is_read_or_refused(tmp_path_factory, key: str, val
         config = read(tmp_path_factory.getbasetemp(), **{key: value})
     except ModelError as error:
         assert "\n" not in str(error)
+        assert not OUR_NAMES & set(re.findall(r"\w+", str(error))), "the file's own are wanted"
         return
     assert config.num_heads % config.num_kv_heads == 0
 

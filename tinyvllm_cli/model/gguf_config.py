@@ -16,6 +16,20 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1 and later keep their RoPE scaling in this tensor
 PLAIN = ("F32", "F16", "BF16")
 
+# Where the fields of ModelConfig and of RopeConfig come from.
+KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_layers": "block_count",
+    "num_heads": "attention.head_count",
+    "num_kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "theta": "rope.freq_base",
+    "factor": "rope.scaling.factor",
+}
+
 # Metadata of other architectures that changes every answer, with the values at which it does not.
 NEUTRAL: dict[str, tuple[float, ...]] = {
     "logit_scale": (0, 1),
@@ -45,7 +59,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     head_dim = meta.integer("attention.key_length", hidden // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.integer(key, head_dim) != head_dim:
-            raise ModelError(f"{file.path}: {key} is {meta.integer(key)}, wanted the head size {head_dim}")
+            raise meta.error(key, meta.integer(key), f"the head size {head_dim}")
     _refuse_other_sums(meta, head_dim)
     config = ModelConfig(
         architecture=architecture,
@@ -65,7 +79,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         qk_norm=architecture == "qwen3",
     )
-    return checked(config, file.path)
+    return checked(config, file.path, meta.names())
 
 
 def gguf_quantization(file: GGUFFile) -> str | None:
@@ -138,6 +152,18 @@ class _Metadata:
             raise self.error(key, value, "a number")
         return float(value)
 
+    def names(self) -> dict[str, str]:
+        """What the file calls fields of ModelConfig and of RopeConfig."""
+        names = {field: self.name(key) for field, key in KEYS.items()}
+        if self.get("attention.key_length") is None:
+            names["head_dim"] = f"{names['hidden_size']} // {names['num_heads']}"
+        if self.get("rope.scaling.factor") is None:
+            names["factor"] = self.name("rope.scale_linear")
+        return names | {"vocab_size": "the number of rows of tensor token_embd.weight"}
+
+    def name(self, key: str) -> str:
+        return f"metadata {self.architecture}.{key}"
+
     def error(self, key: str, value: Any, wanted: str) -> ModelError:
         found = "is missing" if value is None else f"is {value!r}"[:80]
-        return ModelError(f"{self.file.path}: metadata {self.architecture}.{key} {found}, wanted {wanted}")
+        return ModelError(f"{self.file.path}: {self.name(key)} {found}, wanted {wanted}")

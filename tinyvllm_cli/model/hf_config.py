@@ -16,6 +16,19 @@ LLAMA, MISTRAL, QWEN2, QWEN3 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2F
 ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 MISTRAL_WINDOW = 4096  # what MistralConfig of transformers takes where the file has no sliding_window
 
+# What config.json calls fields of ModelConfig and of RopeConfig.
+KEYS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_position": "max_position_embeddings",
+    "theta": "rope_theta",
+    "factor": "RoPE factor",
+    "low_freq_factor": "RoPE low_freq_factor",
+    "high_freq_factor": "RoPE high_freq_factor",
+    "original_max_position": "original_max_position_embeddings",
+}
+
 T = TypeVar("T")
 
 
@@ -101,7 +114,8 @@ def model_config(config: HFConfig, path: Path) -> ModelConfig:
         mlp_bias=architecture == LLAMA and config.mlp_bias,
         qk_norm=architecture == QWEN3,
     )
-    return checked(model, path)
+    derived = {} if config.head_dim is not None else {"head_dim": "hidden_size // num_attention_heads"}
+    return checked(model, path, KEYS | derived)
 
 
 def _architecture(names: list[str] | str | None, path: Path) -> str:
