@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tinyvllm_cli.backends import machine
+from tinyvllm_cli.model.storage import format_bytes
 
 GIB = 1 << 30
 STAT = f"anon 1\nfile 9\ninactive_file {GIB // 2}\n"
@@ -67,6 +68,7 @@ V1 = "9:name=systemd:/\n4:memory:/a/b\n3:cpu,cpuacct:/a/b\n0::/\n"
 def test_memory_is_what_the_system_and_every_control_group_allow(files: dict[str, str], group: str, free: int, system):
     system(files, group)
     assert machine.available_memory() == free
+    assert ("control group" if free < 8 * GIB else "machine") in machine.memory_bound()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,13 @@ def test_memory_is_no_more_than_a_limit_on_the_process_leaves(limit: int, pages:
     limits = {limit: (GIB, GIB)}
     monkeypatch.setattr(resource, "getrlimit", lambda name: limits.get(name, (resource.RLIM_INFINITY,) * 2))
     reserve = machine.available_cpus() * machine.THREAD_RESERVE  # taken with the first products
-    assert machine.available_memory() == GIB - pages * resource.getpagesize() - reserve
+    used = pages * resource.getpagesize()
+    assert machine.available_memory() == GIB - used - reserve
+    command = {resource.RLIMIT_AS: "-v", resource.RLIMIT_DATA: "-d"}[limit]
+    assert machine.memory_bound() == (
+        f"`ulimit {command}` allows {format_bytes(GIB)}, of which {format_bytes(used)} are in use and "
+        f"{format_bytes(reserve)} are kept for its threads"
+    )
 
 
 def test_without_proc_half_of_the_memory_counts(system, monkeypatch: pytest.MonkeyPatch):

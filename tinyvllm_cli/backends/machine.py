@@ -7,11 +7,13 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from tinyvllm_cli.model.storage import format_bytes
+
 CGROUP = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
 
-# Limits on this process, and which number of /proc/self/statm counts against each (proc(5); in pages).
-ADDRESS_SPACES = ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5))
+# Limits on this process: what sets each, and which number of /proc/self/statm counts against it (proc(5); in pages).
+ADDRESS_SPACES = (("ulimit -v", resource.RLIMIT_AS, 0), ("ulimit -d", resource.RLIMIT_DATA, 5))
 THREAD_RESERVE = 1 << 27  # bytes of address space: an arena of malloc and a buffer of BLAS
 
 
@@ -30,7 +32,18 @@ def available_cpus() -> int:
 
 def available_memory() -> int:
     """Bytes that can still be taken: the least that the system, a control group or a limit on the process leaves."""
-    return max(0, min([_system_memory(), *_cgroup_memory(), *_process_memory()]))
+    return max(0, min(_memory_bounds())[0])
+
+
+def memory_bound() -> str:
+    """What it is that leaves no more than available_memory(), as a sentence without its end."""
+    return min(_memory_bounds())[1]
+
+
+def _memory_bounds() -> Iterator[tuple[int, str]]:
+    yield _system_memory(), "the machine has no more"
+    yield from ((left, "its container or control group allows no more") for left in _cgroup_memory())
+    yield from _process_memory()
 
 
 def _system_memory() -> int:
@@ -52,17 +65,19 @@ def _cgroup_memory() -> Iterator[int]:
                 yield int(bytes_allowed) - int(_read(group / used)) + int(stat.get(cached, 0))
 
 
-def _process_memory() -> Iterator[int]:
-    """Limit minus use of the address space (ulimit -v) and of private memory (ulimit -d), where they are set.
+def _process_memory() -> Iterator[tuple[int, str]]:
+    """Limit minus use of the address space and of private memory, where they are set, and how that comes.
 
     Less what the threads will take with their first products: OpenBLAS ends the process where it cannot have that.
     """
     pages = _read(PROC / "self/statm").split()
-    for limit, column in ADDRESS_SPACES:
+    for command, limit, column in ADDRESS_SPACES:
         bytes_allowed = resource.getrlimit(limit)[0]
         if bytes_allowed != resource.RLIM_INFINITY:
             used = int(pages[column]) * resource.getpagesize() if pages else 0
-            yield bytes_allowed - used - available_cpus() * THREAD_RESERVE
+            reserve = available_cpus() * THREAD_RESERVE
+            shares = f"{format_bytes(used)} are in use and {format_bytes(reserve)} are kept for its threads"
+            yield bytes_allowed - used - reserve, f"`{command}` allows {format_bytes(bytes_allowed)}, of which {shares}"
 
 
 def _control_groups(controller: str) -> Iterator[Path]:

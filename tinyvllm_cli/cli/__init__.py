@@ -132,7 +132,10 @@ def _failed(error: Exception) -> int:
         return _say(str(error), error.exit_code)
     # A library that cannot be mapped is an ImportError.
     if isinstance(error, MemoryError) or (isinstance(error, ImportError) and "map segment" in str(error)):
-        return _say("out of memory: try a smaller model, fewer --slots or a smaller --max-model-len")
+        return _say(
+            "out of memory: try a smaller model, fewer --slots or a smaller --max-model-len, or free some memory or "
+            "raise its limit (of the container, or `ulimit -v`)"
+        )
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
         return _say(
             "this process may not start more threads: end others, or raise the limit of the container or `ulimit -u`"

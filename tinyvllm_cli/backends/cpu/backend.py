@@ -20,7 +20,7 @@ from tinyvllm_cli.backends.cpu.kv import KVCache
 from tinyvllm_cli.backends.cpu.rows import Rows, resolve_rows
 from tinyvllm_cli.backends.cpu.slots import Slots
 from tinyvllm_cli.backends.fp8_rows import rounded_rows
-from tinyvllm_cli.backends.machine import available_cpus, available_memory
+from tinyvllm_cli.backends.machine import available_cpus, available_memory, memory_bound
 from tinyvllm_cli.backends.pool import longest_sequence, pool_bounds, wanted_length
 from tinyvllm_cli.backends.row_layout import check_mask
 from tinyvllm_cli.config import BLOCK_SIZE, EngineConfig, ModelConfig
@@ -28,6 +28,7 @@ from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.llama import forward
 from tinyvllm_cli.model.parameters import Weight, collect_parameters
 from tinyvllm_cli.model.rope import rope_tables
+from tinyvllm_cli.model.storage import format_bytes
 from tinyvllm_cli.model.weights.layout import WeightItem, iter_weights
 from tinyvllm_cli.model.weights.source import TensorSource
 from tinyvllm_cli.types import F32, I32, U32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
@@ -184,8 +185,8 @@ def _require_memory(tensors: TensorSource) -> None:
     free = available_memory()
     if needed > free:
         raise ModelError(
-            f"the weights need {needed >> 20} MiB in float32 and {free >> 20} MiB are free for this process (by "
-            "the machine, its container and ulimit): take a smaller model, or free some memory or raise that limit"
+            f"the weights need {format_bytes(needed)} in float32 and {format_bytes(free)} are free for this process "
+            f"({memory_bound()}): take a smaller model, or free some memory or raise its limit"
         )
 
 
@@ -202,11 +203,13 @@ def pool_limits(config: ModelConfig, engine: EngineConfig, num_blocks: int | Non
         )
         block_bytes = BLOCK_SIZE * position_bytes
         fewest, most = pool_bounds(wanted, engine)
-        num_blocks = min(most, available_memory() // 2 // block_bytes)
+        half = available_memory() // 2
+        num_blocks = min(most, half // block_bytes)
         if num_blocks < fewest:
             raise ModelError(
-                f"the KV cache of one sequence needs {fewest * block_bytes >> 20} MiB, half of the free memory is "
-                f"{num_blocks * block_bytes >> 20} MiB: free some, or give a smaller --max-model-len or model"
+                f"the KV cache of one sequence needs {format_bytes(fewest * block_bytes)}, half of the free memory is "
+                f"{format_bytes(half)} ({memory_bound()}): free some or raise its limit, or give a smaller "
+                "--max-model-len or model"
             )
     return num_blocks, longest_sequence(wanted, num_blocks)
 

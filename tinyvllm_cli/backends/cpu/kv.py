@@ -11,6 +11,7 @@ import numpy as np
 from tinyvllm_cli.backends import fp8
 from tinyvllm_cli.config import BLOCK_SIZE, KVDtypeName, ModelConfig
 from tinyvllm_cli.errors import ModelError
+from tinyvllm_cli.model.storage import format_bytes
 from tinyvllm_cli.types import F32, I32
 
 
@@ -66,7 +67,8 @@ def _untouched(size: int) -> F32:
         memory = mmap.mmap(-1, 4 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):  # the system promises no more than it has, or a limit is set on the process
         raise ModelError(
-            f"the system refuses {4 * size >> 20} MiB for the KV cache: give fewer --slots or a smaller --max-model-len"
+            f"the system refuses {format_bytes(4 * size)} for the KV cache: give fewer --slots or a smaller "
+            "--max-model-len"
         ) from None
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux
         memory.madvise(mmap.MADV_NOHUGEPAGE)
