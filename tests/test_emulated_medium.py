@@ -70,10 +70,10 @@ def test_products_of_codes_are_one_chain(n: int, k: int, ld: int, mode: str, dev
         is_one_scaled_chain(device, rows, n, k, mode, ld=ld)
 
 
-@pytest.mark.parametrize("rows", [81, 144])
-def test_blocks_of_two_groups(rows: int, device: OpDevice):
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 81), ("float16", 144)])
+def test_blocks_of_two_groups(dtype: DtypeName, rows: int):
     """As for weights of many rows."""
-    n = 4240
+    device, n = open_device(dtype), 4240
     assert medium._groups(n, rows) == 2
     skinny_laws.is_one_chain(device, rows, n, 72, "elem", ld=n, kernels=medium)
     is_one_scaled_chain(device, rows, n, 144, "elem", ld=n)

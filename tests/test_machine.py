@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tinyvllm_cli.backends import machine
-from tinyvllm_cli.model.storage import format_bytes
+from tinyvllm_cli.said import format_bytes
 
 GIB = 1 << 30
 STAT = f"anon 1\nfile 9\ninactive_file {GIB // 2}\n"

@@ -8,7 +8,7 @@ import math
 from tinyvllm_cli.config import ModelConfig, RopeConfig
 from tinyvllm_cli.model.checkpoint import Checkpoint, open_checkpoint
 from tinyvllm_cli.model.hub import ModelFiles
-from tinyvllm_cli.model.storage import format_bytes
+from tinyvllm_cli.said import format_bytes
 from tinyvllm_cli.text.chat_template import ChatTemplate, load_chat_template
 from tinyvllm_cli.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -16,8 +16,9 @@ from tinyvllm_cli.backends.machine import available_cpus, available_memory
 from tinyvllm_cli.config import DEFAULT_MODEL, EngineOptions
 from tinyvllm_cli.errors import DeviceError, ModelError, RequestError, TinyvllmError
 from tinyvllm_cli.model.catalogue import CATALOGUE, locate
-from tinyvllm_cli.model.storage import cache_dir, format_bytes, free_bytes, is_offline, make_folder
+from tinyvllm_cli.model.storage import cache_dir, free_bytes, is_offline, make_folder
 from tinyvllm_cli.model.wheel_fetch import verify
+from tinyvllm_cli.said import format_bytes
 
 if TYPE_CHECKING:
     from tinyvllm_cli.load import LoadedModel

@@ -19,12 +19,12 @@ from tinyvllm_cli.errors import ModelError, UsageError
 from tinyvllm_cli.model.hub import CONTROL
 from tinyvllm_cli.model.presets import HFConfig
 from tinyvllm_cli.model.random_weights import BF16, DTYPE, read_preset
-from tinyvllm_cli.model.storage import format_bytes, free_bytes
+from tinyvllm_cli.model.storage import free_bytes
 from tinyvllm_cli.model.weights.layout import tensor_shapes
 from tinyvllm_cli.model.weights.safetensors import INDEX
 from tinyvllm_cli.model.weights.safetensors_writer import Shapes, write_safetensors
 from tinyvllm_cli.model.weights.source import TensorSource
-from tinyvllm_cli.said import on_terminal
+from tinyvllm_cli.said import format_bytes, on_terminal
 from tinyvllm_cli.text.random_tokenizer import random_tokenizer
 from tinyvllm_cli.text.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 

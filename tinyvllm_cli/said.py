@@ -1,4 +1,4 @@
-"""Lines for people on standard error, one printable line each, whatever the names in them hold."""
+"""What is said to people: printable lines on standard error, whatever the names in them hold, and sizes in units."""
 
 from __future__ import annotations
 
@@ -24,3 +24,13 @@ def warn(line: str) -> None:
 def on_terminal() -> bool:
     """Standard error is a terminal, on which a bar can be drawn."""
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM", "") not in NO_CURSOR
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for people, in decimal units: 92871040 -> '92.9 MB'."""
+    value = float(count)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} GB"

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from tinyvllm_cli.model.storage import format_bytes
+from tinyvllm_cli.said import format_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
 PROC = Path("/proc")

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tinyvllm_cli.errors import TinyvllmError
-from tinyvllm_cli.model.storage import format_bytes
 from tinyvllm_cli.run_facts import kv_note
-from tinyvllm_cli.said import printable
+from tinyvllm_cli.said import format_bytes, printable
 
 Row = tuple[str, str, str]
 MAX_WIDTH = 10_000  # of a terminal

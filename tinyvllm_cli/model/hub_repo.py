@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tinyvllm_cli.errors import ModelError
-from tinyvllm_cli.model.storage import format_bytes, is_offline, require_room
+from tinyvllm_cli.model.storage import is_offline, require_room
+from tinyvllm_cli.said import format_bytes
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

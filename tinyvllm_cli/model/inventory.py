@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.catalogue import CATALOGUE, locate
-from tinyvllm_cli.model.storage import format_bytes
+from tinyvllm_cli.said import format_bytes
 
 
 def known_models() -> list[tuple[str, str, str, str, str]]:

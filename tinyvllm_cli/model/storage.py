@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tinyvllm_cli.errors import ModelError
+from tinyvllm_cli.said import format_bytes
 
 
 def cache_dir() -> Path:
@@ -78,13 +79,3 @@ def locked(path: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
             on_wait()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def format_bytes(count: int) -> str:
-    """Bytes for people, in decimal units: 92871040 -> '92.9 MB'."""
-    value = float(count)
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} GB"

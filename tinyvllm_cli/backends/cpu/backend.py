@@ -28,9 +28,9 @@ from tinyvllm_cli.errors import ModelError
 from tinyvllm_cli.model.llama import forward
 from tinyvllm_cli.model.parameters import Weight, collect_parameters
 from tinyvllm_cli.model.rope import rope_tables
-from tinyvllm_cli.model.storage import format_bytes
 from tinyvllm_cli.model.weights.layout import WeightItem, iter_weights
 from tinyvllm_cli.model.weights.source import TensorSource
+from tinyvllm_cli.said import format_bytes
 from tinyvllm_cli.types import F32, I32, U32, BackendFacts, Batch, Limits, SlotOptions, StepOutput
 
 FIRST_POSITIONS = 4096  # of the RoPE tables, before a sequence needs more

@@ -11,7 +11,7 @@ import numpy as np
 from tinyvllm_cli.backends import fp8
 from tinyvllm_cli.config import BLOCK_SIZE, KVDtypeName, ModelConfig
 from tinyvllm_cli.errors import ModelError
-from tinyvllm_cli.model.storage import format_bytes
+from tinyvllm_cli.said import format_bytes
 from tinyvllm_cli.types import F32, I32
 
 

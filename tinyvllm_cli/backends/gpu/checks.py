@@ -20,8 +20,9 @@ from tinyvllm_cli.backends.gpu.kernels import kernels_folder
 from tinyvllm_cli.backends.gpu.parity import compare_prompts, worst_by_op
 from tinyvllm_cli.config import BLOCK_SIZE, DtypeName, EngineConfig, ModelConfig, RopeConfig
 from tinyvllm_cli.model.parameters import Array
-from tinyvllm_cli.model.storage import format_bytes, known_cache_dir
+from tinyvllm_cli.model.storage import known_cache_dir
 from tinyvllm_cli.model.weights.layout import tensor_shapes
+from tinyvllm_cli.said import format_bytes
 from tinyvllm_cli.types import F32, Batch, SlotOptions
 
 # Every part that an architecture may have, heads of the commonest size, several query heads for a KV head.
