@@ -73,12 +73,9 @@ def test_a_prompt_is_a_user_message_unless_raw(codec, bare):
 
 
 def test_what_is_said_of_prompts_and_messages_is_what_becomes_of_them(codec, bare):
-    said = "where a line says nothing else: "
-    assert codec.describe_prompts(raw=False) == (
-        f"{said}a prompt becomes one user message of the model's chat template, messages go through it"
-    )
+    assert codec.describe_prompts(raw=False) == "plain prompts and messages go through the model's chat template"
     assert codec.describe_prompts(raw=True) == (
-        f"{said}a prompt is given as it is (--raw), messages go through the model's chat template"
+        "plain prompts are given as they are (--raw), messages go through the model's chat template"
     )
     assert codec.encode(chat("hi", raw=True)) == codec.encode(chat("hi")), "messages with --raw"
     for raw in True, False:

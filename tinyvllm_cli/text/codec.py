@@ -60,10 +60,8 @@ class TextCodec:
         if self.template is None:
             return "prompts are given as they are, and messages are refused (the model has no chat template)"
         if raw:
-            how = "a prompt is given as it is (--raw), messages go through the model's chat template"
-        else:
-            how = "a prompt becomes one user message of the model's chat template, messages go through it"
-        return f"where a line says nothing else: {how}"
+            return "plain prompts are given as they are (--raw), messages go through the model's chat template"
+        return "plain prompts and messages go through the model's chat template"
 
     def encode(self, request: Request) -> list[int]:
         """The ids of a prompt. Raises RequestError as asking() does."""
