@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import struct
-from types import SimpleNamespace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import skinny_laws
 from cuda_emulator import EmulatedKernels
+from emulated_gpu import EmulatedArray
 from gpu_tools import DTYPES, Array, OpDevice, assert_same_bits, rounded
 
 from tinyvllm_cli.backends.gpu import medium
@@ -24,19 +23,13 @@ SHAPES = [(8, 8, 8), (72, 200, 80), (136, 1096, 136)]
 ROWS = (17, 40, 64, 100, 137, 256)
 
 
-class HostArray(np.ndarray):
-    @property
-    def data(self) -> Any:
-        return SimpleNamespace(ptr=self.ctypes.data)
-
-
 @functools.cache
 def open_device(dtype: DtypeName) -> OpDevice:
     return OpDevice(dtype, 64, EmulatedKernels(dtype, 64), blas=None, stream=None, place=place)
 
 
 def place(values: Array) -> Array:
-    return np.array(values).view(HostArray)
+    return np.array(values).view(EmulatedArray)
 
 
 def tensor_map(address: int, rows: int, columns: int, tile_rows: int, itemsize: int) -> bytes:

@@ -55,8 +55,8 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing: a file of a vocabulary, not of a model")
-    hidden, heads = meta.integer("embedding_length"), meta.integer("attention.head_count")
-    head_dim = meta.integer("attention.key_length", hidden // max(heads, 1))
+    hidden, heads = meta.integer(KEYS["hidden_size"]), meta.integer(KEYS["num_heads"])
+    head_dim = meta.integer(KEYS["head_dim"], hidden // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.integer(key, head_dim) != head_dim:
             raise meta.error(key, meta.integer(key), f"the head size {head_dim}")
@@ -64,14 +64,14 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     config = ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
-        intermediate_size=meta.integer("feed_forward_length"),
-        num_layers=meta.integer("block_count"),
+        intermediate_size=meta.integer(KEYS["intermediate_size"]),
+        num_layers=meta.integer(KEYS["num_layers"]),
         num_heads=heads,
-        num_kv_heads=meta.integer("attention.head_count_kv", heads),
+        num_kv_heads=meta.integer(KEYS["num_kv_heads"], heads),
         head_dim=head_dim,
         vocab_size=embedding.shape[0],
-        max_position=meta.integer("context_length"),
-        rms_norm_eps=meta.number("attention.layer_norm_rms_epsilon"),
+        max_position=meta.integer(KEYS["max_position"]),
+        rms_norm_eps=meta.number(KEYS["rms_norm_eps"]),
         rope=_rope(meta),
         tied_head="output.weight" not in file.tensors,
         qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
@@ -94,7 +94,7 @@ def gguf_quantization(file: GGUFFile) -> str | None:
 def _refuse_unsupported(meta: _Metadata) -> None:
     if meta.integer("expert_count", 0):
         raise ModelError(f"{meta.file.path}: a mixture of {meta.integer('expert_count')} experts, wanted a dense model")
-    window, context = meta.integer("attention.sliding_window", 0), meta.integer("context_length")
+    window, context = meta.integer("attention.sliding_window", 0), meta.integer(KEYS["max_position"])
     if 0 < window < context:
         raise ModelError(f"{meta.file.path}: sliding-window attention over {window} tokens is not supported")
 
@@ -109,12 +109,12 @@ def _refuse_other_sums(meta: _Metadata, head_dim: int) -> None:
 
 
 def _rope(meta: _Metadata) -> RopeConfig:
-    factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
+    factor = meta.number(KEYS["factor"], meta.number("rope.scale_linear", 1.0))
     # Files from before rope.scaling.type have the factor of linear scaling alone.
     type = meta.get("rope.scaling.type", "none" if factor == 1.0 else "linear")
     if not isinstance(type, str) or type not in ("none", "linear"):
         raise ModelError(f"{meta.file.path}: RoPE scaling {type!r}, wanted none, linear or a tensor {ROPE_FACTORS}")
-    theta, factors = meta.number("rope.freq_base", 10_000.0), _freq_factors(meta.file)
+    theta, factors = meta.number(KEYS["theta"], 10_000.0), _freq_factors(meta.file)
     if type == "none":
         return RopeConfig(theta, freq_factors=factors)
     return RopeConfig(theta, "linear", factor, freq_factors=factors)
@@ -155,9 +155,9 @@ class _Metadata:
     def names(self) -> dict[str, str]:
         """What the file calls fields of ModelConfig and of RopeConfig."""
         names = {field: self.name(key) for field, key in KEYS.items()}
-        if self.get("attention.key_length") is None:
+        if self.get(KEYS["head_dim"]) is None:
             names["head_dim"] = f"{names['hidden_size']} // {names['num_heads']}"
-        if self.get("rope.scaling.factor") is None:
+        if self.get(KEYS["factor"]) is None:
             names["factor"] = self.name("rope.scale_linear")
         return names | {"vocab_size": "the number of rows of tensor token_embd.weight"}
 
